@@ -82,11 +82,11 @@ def attend(
 
 
 def write_table(run: RunDir, name: str, text: str) -> None:
-    """Write a table to the run directory, unless it is another user's, who shares it with the group."""
+    """Write a table to the run directory, if it can be written: another user's or an archive's cannot."""
     try:
         write_atomic(run.path / name, text + "\n")
-    except PermissionError:
-        print(f"orhpc: {run.path} cannot be written by you: {name} stays as it is", file=sys.stderr)
+    except OSError as error:
+        print(f"orhpc: {run.path} cannot be written ({error.strerror}): no new {name}", file=sys.stderr)
 
 
 def run_here(what: str, path: str, words: Sequence[str], run: RunDir) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
 from orhpc.commands.export import find_model
 from orhpc.commands.packages import need
+from orhpc.commands.programs import run_program
 from orhpc.errors import ConfigError
 
 
@@ -39,4 +39,4 @@ def chat(options: argparse.Namespace) -> int:
     command += ["--max-tokens", str(options.max_tokens), "--temperature", str(temperature)]
     command += ["--system", options.system] if options.system is not None else []
     command += ["--trust-remote-code"] if model.trusted else []
-    return subprocess.run(command, check=False).returncode
+    return run_program(command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,8 +34,9 @@ from orhpc.commands import (
 from orhpc.commands.packages import need
 from orhpc.commands.plan import add_plan
 from orhpc.commands.plan import main as plan
+from orhpc.commands.programs import run_program
 from orhpc.commands.run_state import existing_run
-from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch.__main__ import add_launch
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.command_line import engine_options, own_options, without_flags
@@ -76,13 +76,21 @@ def _main(arguments: Sequence[str] | None) -> int:
         except OrhpcError as error:
             print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
             return policy_of(error).exit_code
+        except OSError as error:
+            if error.filename is None:  # of no file: a defect of ours
+                raise
+            print(f"orhpc: {error.filename}: {error.strerror}", file=sys.stderr)
+            return EXIT_CONFIG
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 128 + signal.SIGINT
 
 
 def _with_environments(command: str, arguments: Sequence[str]) -> int:
     """Run a command in a separate process: this one must not import the SDK."""
     need("aiohttp", "numpy", "openreward")
     module = {"try-env": "try_environment", "prepare-tasks": "prepare_tasks"}[command]
-    return subprocess.run([sys.executable, "-m", f"orhpc.rollout.{module}", *arguments]).returncode
+    return run_program([sys.executable, "-m", f"orhpc.rollout.{module}", *arguments])
 
 
 def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -172,9 +180,10 @@ def report(options: argparse.Namespace) -> int:
 
     try:
         print(write_report([existing_run(path) for path in options.run_dirs], options.output))
-    except PermissionError as error:  # a run that its owner shares with the group
-        folder = Path(error.filename or "").parent
-        raise ConfigError(f"{folder} cannot be written by you; name another file with -o FILE") from None
+    except OSError as error:  # also of a run that its owner shares with the group
+        folder = (options.output or options.run_dirs[0] / "report.html").parent
+        why = f"{folder} cannot be written ({error.strerror}); name another file with -o FILE"
+        raise ConfigError(why) from None
     return EXIT_OK
 
 

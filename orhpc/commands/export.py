@@ -14,6 +14,7 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import CheckpointError, ConfigError
 from orhpc.launch.model import model_folder
+from orhpc.process.own_folders import problem_of
 from orhpc.rundir import CommitName, RunDir, commits
 
 
@@ -42,8 +43,21 @@ def export_commit(run: RunDir, name: CommitName, out: Path) -> int:
     config = load_config(run.config)
     command = [sys.executable, "-m", "orhpc.train.checkpoint.export", str(folder), str(out)]
     command += ["--model-dir", str(model_folder(config, run)), "--dtype", config.model.dtype]
-    command += ["--trust-remote-code"] if config.model.trust_remote_code else []
+    command += ["--trust-remote-code"] if runs_own_code(run.path, config) else []
     return subprocess.run(command, check=False).returncode
+
+
+def runs_own_code(folder: Path, config: Config) -> bool:
+    """Whether the code in the folder of a run's model is to be run (``model.trust_remote_code``).
+
+    Raises:
+        ConfigError: it is, but others can write to ``folder``, and so to the code or the config.
+    """
+    if not config.model.trust_remote_code:
+        return False
+    if problem := problem_of(folder):
+        raise ConfigError(f"model.trust_remote_code: the model has code that would run as you, but {problem}")
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +67,9 @@ class FoundModel:
     folder: Path
     name: str
     config: Config | None = None
-    """The run's settings; None: the folder is no run's."""
-
-    @property
-    def trusted(self) -> bool:
-        """Whether its own code may run."""
-        return self.config is not None and self.config.model.trust_remote_code
+    """The run's settings; None: the folder is no run's, or others than this user can write to it."""
+    trusted: bool = False
+    """Whether its own code may run."""
 
 
 def find_model(folder: Path, step: int | None) -> FoundModel | int:
@@ -79,7 +90,10 @@ def find_model(folder: Path, step: int | None) -> FoundModel | int:
     out = default_folder(run, name)
     if not (out / "config.json").is_file() and (code := export_commit(run, name, out)):
         return code
-    return FoundModel(out, f"{run.path.name}-step_{name.step}", load_config(run.config))
+    config = load_config(run.config)
+    trusted = runs_own_code(run.path, config) and runs_own_code(out, config)
+    own = problem_of(run.path) is None
+    return FoundModel(out, f"{run.path.name}-step_{name.step}", config if own else None, trusted)
 
 
 def default_folder(run: RunDir, name: CommitName) -> Path:

@@ -94,10 +94,18 @@ def existing_run(path: Path) -> RunDir:
 
 def runs_below(root: Path) -> list[RunDir]:
     """Return the run directories in a folder: the folder itself, or those in it; newest event first."""
-    if (root / "config.yaml").is_file():
+    if _is_run(root):
         return [RunDir(root)]
-    found = [RunDir(path) for path in root.iterdir() if (path / "config.yaml").is_file()]
+    found = [RunDir(path) for path in root.iterdir() if _is_run(path)]
     return sorted(found, key=_changed, reverse=True)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it is a run directory that this user may read."""
+    try:
+        return (folder / "config.yaml").is_file()
+    except PermissionError:
+        return False
 
 
 def _changed(run: RunDir) -> float:

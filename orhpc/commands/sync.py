@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orhpc.commands import jobs
 from orhpc.commands.run_state import State, existing_run, judge
-from orhpc.errors import EXIT_OK, RunDirBusy
+from orhpc.errors import EXIT_FAILED, EXIT_OK, RunDirBusy
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import last_events
 
@@ -33,7 +33,10 @@ def sync(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "orhpc.tracking", str(run.path)]
         command += ["--tensorboard"] if options.tensorboard else []
         command += ["--mlflow", options.mlflow] if options.mlflow is not None else []
-        code = max(code, subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode)
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+        if status < 0:
+            print(f"orhpc: {run.path}: its trackers were ended by signal {-status}", file=sys.stderr)
+        code = max(code, status if status >= 0 else EXIT_FAILED)
     return code
 
 

@@ -96,6 +96,8 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: {getattr(options, name)} is not a positive number")
     if options.rollouts is not None:
         existing_run(options.rollouts)
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigError(f"-o: {options.output.parent} is not a folder")
 
 
 def _device_bytes(config: Config) -> int | None:

@@ -251,6 +251,15 @@ class Config(Section):
         schedule = {"lr": critic.lr, "lr_schedule": "constant", "lr_warmup_steps": critic.lr_warmup_steps}
         return self.train.model_copy(update=schedule)
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows a step; 0 is before the first."""
+        wanted = self.evaluation
+        if self.train.steps == 0:
+            return step == 0
+        if not wanted.interval or not wanted.splits or self.train.replay_rollouts is not None:
+            return False
+        return wanted.at_start if step == 0 else step % wanted.interval == 0 or step == self.train.steps
+
     @property
     def routes_wanted(self) -> bool:
         """Whether trainers fetch expert routes, to replay them or to count mismatches."""

@@ -16,16 +16,6 @@ FIRST_ID = 1 << 40
 """Ids of evaluation groups start here, so that they never equal a training group's id."""
 
 
-def due(config: Config, step: int) -> bool:
-    """Whether an evaluation follows step ``step``; 0 is before the first."""
-    e = config.evaluation
-    if config.train.steps == 0:
-        return step == 0
-    if not e.interval or not e.splits:
-        return False
-    return e.at_start if step == 0 else step % e.interval == 0 or step == config.train.steps
-
-
 def sampling_of(config: Config, environment: str) -> Sampling:
     """Evaluation's own sampling parameters, with an environment's limits."""
     s, rollout = config.evaluation.sampling, config.environments[environment].apply_to(config.rollout)

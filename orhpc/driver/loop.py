@@ -27,6 +27,7 @@ from orhpc.driver.step_report import CompletedStep
 from orhpc.driver.trainer_recovery import repeat_after_failure
 from orhpc.errors import NonFinite, TrainerHangs
 from orhpc.rollout.producer import StepGroups
+from orhpc.rundir.events import is_evaluated, read_events
 from orhpc.train.batch import plan_batches
 from orhpc.types import BatchPlan, Float64Array, PromptGroup, RolloutEnd, Sample
 
@@ -42,8 +43,9 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
             ``run.unreported`` their last step, if it is not reported yet.
     """
     config = run.config
-    if saver.state.step == 0 and evaluation.due(config, 0):
-        await evaluate(run, runtime, saver)
+    begun = saver.state.step
+    if config.evaluates_after(begun) and not is_evaluated(read_events(run.rundir.events), begun):
+        await evaluate(run, runtime, saver)  # also one that the last attempt began after this step
     while saver.state.step < config.train.steps:
         run.raise_if_stopped()
         state, phases = saver.state, Phases()
@@ -90,7 +92,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         run.copies.allow(state)
         report_slow_ranks(run, runtime.trainers)
         # Evaluation
-        if evaluation.due(config, state.step):
+        if config.evaluates_after(state.step):
             await evaluate(run, runtime, saver)
 
 

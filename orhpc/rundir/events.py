@@ -190,6 +190,15 @@ def steps_of(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {e["step"]: e for e in events if e["event"] == "step"}
 
 
+def is_evaluated(events: list[dict[str, Any]], step: int) -> bool:
+    """Whether an evaluation has followed a step since it was last made; 0 is before the first."""
+    found = False
+    for event in events:
+        if event.get("step") == step and event["event"] in ("step", "evaluation"):
+            found = event["event"] == "evaluation"
+    return found
+
+
 def has_begun(rundir: RunDir) -> bool:
     """Whether a run has finished a step, committed or not."""
     return bool(rundir.lineage()) or any(step > 0 for step in steps_of(read_events(rundir.events)))

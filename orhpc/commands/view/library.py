@@ -97,7 +97,7 @@ class Library:
         summary, rollout = found
         trained = self._read(part)[1].get(name)
         return _row(summary, trained, _version(part)) | {
-            "messages": rollout.messages,
+            "messages": _encodable(rollout.messages),
             "turn_list": [asdict(turn) for turn in rollout.turns],
             "segments": segments(rollout, trained, self._texts),
         }
@@ -243,3 +243,8 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for one in value:
             yield from _strings(one)
+
+
+def _encodable(messages: Any) -> Any:
+    """The messages without halves of characters, which JSON may have escaped and no file can hold."""
+    return json.loads(json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace"))

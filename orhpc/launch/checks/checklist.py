@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import commit_space, fit, host_memory, internet, references, trackers
 from orhpc.launch.slurm import holder, submission
@@ -102,5 +102,10 @@ def _model(config: Config) -> str:
 
 def _directory(config: Config) -> str:
     rundir = prepare.run_directory(config)
-    holder.check_free(rundir)
-    return commit_space.check(config, rundir)
+    try:
+        holder.check_free(rundir)
+        return commit_space.check(config, rundir)
+    except PermissionError:
+        raise ConfigError(
+            f"run.root: {rundir.path} exists and is another user's: choose another run.name or run.root"
+        ) from None

@@ -135,7 +135,12 @@ def check_engines(run: RunPlan) -> None:
             f"engine.sync_own_experts: checkpoints of {run.shape.family.name} have one tensor for all "
             "experts of a layer, which every engine rank is sent: set it to false"
         )
-    if (problem := _engine_problem(run.shape, engine.tp, engine.dp, engine.ep, quantized)) is None:
+    dense_tp = engine.extra.get("moe_dense_tp_size")  # SGLang takes 1, or what it divides everything over
+
+    def problem_with(tp: int) -> str | None:
+        return _engine_problem(run.shape, tp, engine.dp, engine.ep, quantized, 1 if dense_tp == 1 else tp)
+
+    if (problem := problem_with(engine.tp)) is None:
         return
     per_node, devices = run.config.placement.devices_per_node, run.config.placement.rollout_devices
     others = [
@@ -145,7 +150,7 @@ def check_engines(run: RunPlan) -> None:
         and (per_node % tp == 0 or tp % per_node == 0)
         and tp % engine.dp == 0
         and tp % engine.ep == 0
-        and _engine_problem(run.shape, tp, engine.dp, engine.ep, quantized) is None
+        and problem_with(tp) is None
     ]
     nearest = min(others, key=lambda tp: (abs(math.log(tp / engine.tp)), tp), default=None)
     raise ConfigError(
@@ -158,18 +163,25 @@ def check_engines(run: RunPlan) -> None:
     )
 
 
-def _engine_problem(shape: ModelShape, tp: int, dp: int, ep: int, quantized: bool) -> str | None:
-    """Why SGLang cannot divide a model with these sizes; None if it can."""
+def _engine_problem(
+    shape: ModelShape, tp: int, dp: int, ep: int, quantized: bool, dense_tp: int
+) -> str | None:
+    """Why SGLang cannot divide a model with these sizes; None if it can.
+
+    ``dense_tp``: over how many ranks it divides the MLPs of layers without experts.
+    """
     heads, experts = tp // dp, max(1, tp // ep)
     problems = {
         f"tp / dp = {heads} does not divide {shape.heads} attention heads": shape.heads % heads,
         f"tp / dp = {heads} is neither multiple nor divisor of {shape.kv_heads} key-value heads": (
             shape.kv_rank is None and shape.kv_heads % heads and heads % shape.kv_heads
         ),
-        f"tp = {tp} does not divide the MLP's width {shape.ffn}": (
-            any(not layer.experts for layer in shape.layers) and shape.ffn % tp
+        f"tp = {dense_tp} does not divide the MLP's width {shape.ffn}": (
+            any(not layer.experts for layer in shape.layers) and shape.ffn % dense_tp
         ),
     }
+    if quantized:
+        problems |= _cut_blocks(shape, dense_tp, heads)
     if shape.experts:
         problems |= {
             f"ep = {ep} does not divide {shape.experts} experts": shape.experts % ep,
@@ -182,6 +194,23 @@ def _engine_problem(shape: ModelShape, tp: int, dp: int, ep: int, quantized: boo
     elif ep > 1:
         problems[f"ep = {ep}: the model has no experts"] = True
     return next((problem for problem, wrong in problems.items() if wrong), None)
+
+
+def _cut_blocks(shape: ModelShape, dense_tp: int, heads_tp: int) -> dict[str, bool]:
+    """Matrices of a rank that are no multiple of FP8's blocks: SGLang refuses them (its issue 3345).
+
+    Shared experts are left out: SGLang does not divide them with some of its kernels.
+    """
+    rows = {
+        "the MLP's width": shape.ffn // dense_tp if any(not layer.experts for layer in shape.layers) else 0
+    }
+    if shape.kv_rank is None:  # latent attention has other matrices
+        rows["the queries"] = shape.heads // heads_tp * shape.head_dim
+        rows["the keys and values"] = max(1, shape.kv_heads // heads_tp) * shape.head_dim
+    return {
+        f"FP8's blocks of {FP8_BLOCK} would be cut: a rank has {size} of {name}": size % FP8_BLOCK > 0
+        for name, size in rows.items()
+    }
 
 
 def check_fit(run: RunPlan) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from orhpc.commands import export
+from orhpc.commands import chat, export
 from orhpc.commands.cli import main
 from orhpc.config.files import dump_config, load_config
-from orhpc.errors import EXIT_CONFIG, EXIT_FAILED
+from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
 from orhpc.models import conversation
 from orhpc.rundir import RunDir
 
@@ -88,3 +93,48 @@ def test_greedy_answers_are_equal(
     message = [{"role": "user", "content": "hello"}]
     first, second = (talk.answer(message, max_tokens=8, temperature=0.0) for _ in range(2))
     assert first == second
+
+
+def test_code_in_a_folder_that_others_can_write_to_is_not_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(chat, "run_program", lambda command: started.append(list(command)) or 0)
+    monkeypatch.setattr(export, "chosen_commit", lambda run, step: export.CommitName(3, 1))
+    exported = run.export / "step_3"
+    exported.mkdir(parents=True)
+    (exported / "config.json").write_text("{}")
+    run.config.write_text(dump_config(load_config(CONFIG, ["model.trust_remote_code=true"])))
+    assert main(["chat", str(run.path)]) == EXIT_OK
+    assert "--trust-remote-code" in started[0]
+    for folder in (exported, run.path):
+        mode = folder.stat().st_mode
+        folder.chmod(0o777)
+        assert main(["chat", str(run.path)]) == EXIT_CONFIG
+        assert (
+            "the model has code that would run as you, but other users can write to"
+            in capsys.readouterr().err
+        )
+        folder.chmod(mode)
+    run.config.write_text(dump_config(load_config(CONFIG)))
+    run.path.chmod(0o777)
+    assert main(["chat", str(run.path)]) == EXIT_OK  # it has no code
+    assert len(started) == 2
+
+
+def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
+    """A terminal sends it to both processes."""
+    child = (
+        "import time\ntry:\n    time.sleep(20)\nexcept KeyboardInterrupt:\n    print('stopped', flush=True)"
+    )
+    parent = (
+        "import sys\nfrom orhpc.commands.programs import run_program\n"
+        f"print('code', run_program([sys.executable, '-c', {child!r}]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as both:
+        time.sleep(3)
+        os.killpg(both.pid, signal.SIGINT)
+        output, _ = both.communicate(timeout=60)
+    assert output == "stopped\ncode 0\n"

@@ -162,7 +162,7 @@ def test_status_reports_that_no_job_is_left_and_why(
         write_program(commands, "squeue", f"echo {state}")
         assert "left" not in last_line(run, capsys)
 
-    write_program(commands, "squeue", "exit 1")
+    write_program(commands, "squeue", "echo Invalid job id specified >&2; exit 1")
     for number in (2, 3, 4):  # outcomes that the attempt itself did not write
         run.attempt(number).mkdir(exist_ok=True)
         ledger.write(run, Outcome(number, Reason.CRASH, 3, "it died", 1, "7"))

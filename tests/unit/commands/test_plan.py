@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,17 @@ def test_pipeline_stages_divide_the_layers_evenly(pp: int) -> None:
     cut = stages(DEEPSEEK, pp)
     assert [i for layers in cut for i in layers] == list(range(61))
     assert {len(layers) for layers in cut} <= {61 // pp, 61 // pp + 1}
+
+
+def test_interleaved_chunks_keep_more_micro_batches() -> None:
+    """On the first of p stages 1 + (p - 1) / (p v) times as many (arXiv:2205.05198)."""
+    kept = Demand(8192, 2, "none", 1024, False, micro_batches=8)
+    once = trainer_memory(LLAMA, Layout(8, pp=4), kept).activations
+    for vpp in (2, 4):
+        several = trainer_memory(LLAMA, Layout(8, pp=4), replace(kept, vpp=vpp)).activations
+        assert several / once == pytest.approx(1 + 3 / (4 * vpp))
+    few = replace(kept, vpp=2, micro_batches=4)
+    assert trainer_memory(LLAMA, Layout(8, pp=4), few).activations == once  # all four of them
 
 
 def test_activations_shrink_with_recomputation_context_and_tensor_parallelism() -> None:

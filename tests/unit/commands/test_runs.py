@@ -134,3 +134,19 @@ def test_the_last_events_are_whole_ones(tmp_path: Path, most: int) -> None:
     size = (tmp_path / "events.jsonl").stat().st_size
     assert (len(found) == 20) == (most >= size)
     assert last_events(tmp_path / "none") == []
+
+
+def test_a_private_run_of_another_user_is_left_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(root, "mine", "local", "step", "finished")
+    make(root, "theirs", "local", "step")
+    real = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if "theirs" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert list(states(root, capsys)) == ["mine"]

@@ -28,7 +28,12 @@ def cluster(commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "queue").touch()
     keep = f'echo "$*" >>{tmp_path}/calls; for last; do :; done; cat "$last" >{tmp_path}/script'
     write_program(commands, "sbatch", f"{keep}; echo Submitted batch job 7")
-    write_program(commands, "squeue", f'case "$*" in *--array*) cat {tmp_path}/queue ;; *) exit 1 ;; esac')
+    write_program(
+        commands,
+        "squeue",
+        f'case "$*" in *--array*) cat {tmp_path}/queue ;; '
+        "*) echo Invalid job id specified >&2; exit 1 ;; esac",
+    )
     return tmp_path
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from orhpc.config import Config, EnvironmentSettings
 from orhpc.config.files import changes_on_resume, dump_config, load_config, validate
 from orhpc.config.reference import reference
-from orhpc.driver.evaluation import due
 from orhpc.errors import ConfigError
 from tests.cpu_time import run_within
 
@@ -189,8 +188,8 @@ def test_an_environment_can_be_used_for_evaluation_only(tmp_path: Path, override
     config = load_config(path, [f"environments.other.{override}", *evaluated])
     assert [name for name, e in config.environments.items() if e.trains] == ["org/env"]
     alone = load_config(path, [f"environments.other.{override}", "train.steps=0", evaluated[0]])
-    assert due(alone, 0)
-    assert not due(alone, 5)
+    assert alone.evaluates_after(0)
+    assert not alone.evaluates_after(5)
 
 
 @settings(max_examples=150, deadline=None)

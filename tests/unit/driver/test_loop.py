@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from orhpc.config.files import load_config
+from orhpc.driver import loop
 from orhpc.driver.concurrently import all_of
 from orhpc.driver.copies import Copies
 from orhpc.driver.estimator import Estimator
@@ -190,3 +191,26 @@ def test_if_one_worker_s_record_is_refused_the_others_stop_retrying() -> None:
         assert given_up == [0, 2]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("evaluated", "expected"), [(False, [5]), (True, [])])
+def test_an_evaluation_that_a_stop_has_cut_off_is_made_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluated: bool, expected: list[int]
+) -> None:
+    run: Any = Run(tmp_path)
+    words = ["train.steps=5", "evaluation.interval=5", "evaluation.splits={orhpc/letters: [test]}"]
+    run.config = load_config("configs/tiny.yaml", words)
+    run.rundir = RunDir(tmp_path)
+    for name in ("step", *(("evaluation",) if evaluated else ())):
+        run.events.write(name, step=5)
+    made: list[int] = []
+
+    async def evaluate(run: Any, runtime: Any, saver: Any) -> None:
+        made.append(saver.state.step)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    saver: Any = Saver()
+    saver.state = State(step=5, max_tokens=1024)
+    parts: Any = Parts("nothing", 0, StopRequested(""))
+    asyncio.run(train(run, parts, saver))
+    assert made == expected

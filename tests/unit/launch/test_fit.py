@@ -89,6 +89,32 @@ def test_experts_must_be_divisible_and_fp8_blocks_must_stay_whole(tmp_path: Path
         fit.check_engines(plan_of("Llama-3.1-8B", tmp_path, engine={"tp": 4, "ep": 2}, **place))
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "extra", "problem"),
+    [
+        ("Qwen3-8B", 8, {}, None),
+        ("Llama-3.2-1B", 8, {}, "64 of the keys and values"),
+        ("DeepSeek-V3", 32, {}, "576 of the MLP's width"),
+        ("DeepSeek-V3", 32, {"moe_dense_tp_size": 1}, None),
+        ("DeepSeek-V3", 16, {}, None),
+        ("GLM-4.5-Air", 4, {}, "2736 of the MLP's width"),
+    ],
+)
+def test_fp8_blocks_of_dense_layers_and_of_attention_stay_whole(
+    name: str, tp: int, extra: dict[str, int], problem: str | None, tmp_path: Path
+) -> None:
+    """SGLang refuses them at its start (its issue 3345)."""
+    place = {"placement": {"nodes": 4, "devices_per_node": 8}}
+    engine = {"tp": tp, "ep": tp if name == "DeepSeek-V3" else 1, "extra": extra}
+    run = plan_of(name, tmp_path, engine=engine, precision="fp8-rollout", **place)
+    if problem is None:
+        fit.check_engines(run)
+    else:
+        with pytest.raises(ConfigError, match=f"FP8's blocks of 128 would be cut: a rank has {problem}"):
+            fit.check_engines(run)
+    fit.check_engines(plan_of(name, tmp_path, engine=engine, **place))
+
+
 def test_experts_in_one_tensor_are_sent_to_every_rank(tmp_path: Path) -> None:
     place = {"placement": {"nodes": 4, "devices_per_node": 8}, "train": {"backend": "megatron"}}
     own = {"tp": 8, "ep": 8, "sync_own_experts": True}

@@ -9,6 +9,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import ConfigError, PreflightError
+from orhpc.launch import prepare
 from orhpc.launch.prepare import check_versions, write_config
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
@@ -64,3 +65,21 @@ def test_versions_with_known_security_holes_are_refused() -> None:
     check_versions({"ray": "2.60", "no-such-package": "1"})
     with pytest.raises(PreflightError, match=r"ray [\d.]+: versions before 999"):
         check_versions({"ray": "999"})
+
+
+def test_a_run_is_finished_only_with_its_last_evaluation(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop may have come between the last step and its evaluation."""
+    monkeypatch.setattr(prepare, "committed_step", lambda rundir: 4)
+    evaluated = config(train={"steps": 4}, evaluation={"interval": 2, "splits": {"e": ["test"]}})
+    assert prepare.is_finished(run, config(train={"steps": 4}))
+    assert not prepare.is_finished(run, evaluated)
+    log = EventLog(run.events, run.begin_attempt(kind="local"))
+    for name in ("step", "evaluation"):
+        assert not prepare.is_finished(run, evaluated)
+        log.write(name, step=4)
+    assert prepare.is_finished(run, evaluated)
+    log.write("step", step=4)  # made again after a loss
+    assert not prepare.is_finished(run, evaluated)
+    log.close()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from orhpc.commands import sync
 from orhpc.commands.cli import main
 from orhpc.config.files import dump_config, load_config
+from orhpc.errors import EXIT_FAILED
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from orhpc.tracking import __main__ as program
@@ -97,3 +100,11 @@ def test_offline_parts_of_wandb_become_one_run(
     assert program.main([str(ended.path)]) == 0
     assert fake.rows == []
     assert "W&B: has every row already" in capsys.readouterr().out
+
+
+def test_a_tracker_that_was_killed_has_not_sent_all_rows(
+    ended: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sync.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=-9))
+    assert main(["sync", str(ended.path)]) == EXIT_FAILED
+    assert "its trackers were ended by signal 9" in capsys.readouterr().err

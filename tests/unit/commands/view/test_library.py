@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from orhpc.commands.view.filter import Filter
 from orhpc.commands.view.library import Library
 from orhpc.commands.view.tokens import TokenTexts, segments
 from orhpc.errors import ConfigError, RecordError
+from orhpc.rundir.record import read_step
 from orhpc.rundir.trained import TrainedRollout
 from tests.unit.commands.view.kit import byte_tokenizer, library_of, make_run
 
@@ -147,3 +149,16 @@ def test_any_line_is_a_filter_or_an_error(line: str) -> None:
 def test_words_without_a_known_name_are_text() -> None:
     wanted: Any = Filter.parse("http://a b env:x c")
     assert (wanted.text, wanted.environment) == ("http://a b c", "x")
+
+
+def test_half_a_character_of_a_tool_call_is_shown_as_a_replacement(tmp_path: Path) -> None:
+    """JSON can escape half of an emoji, which no page can hold."""
+    run = make_run(tmp_path)
+    (name,) = {s.id for s in read_step(run.rollouts_of(2)) if s.id.endswith("0.0")}
+    library = library_of(run)
+    found = library.record("step_2", name)
+    assert found is not None
+    found[1].messages.append({"role": "assistant", "tool_calls": [{"arguments": {"text": "hi \ud83d"}}]})
+    library.record = lambda part, id: found  # type: ignore[method-assign]
+    shown = json.dumps(library.rollout("step_2", name), ensure_ascii=False)
+    assert "hi ?" in shown.encode("utf-8").decode()
