@@ -158,8 +158,8 @@ class CheckpointSettings(Section):
     """Commits of steps that are divisible by this number are never deleted. Null: only the newest are
     kept."""
     load: str | None = None
-    """Commit folder, or run directory, whose weights and optimizer state a new run starts from. Null: the
-    weights of ``model.path``."""
+    """Commit folder, or run directory, whose weights and optimizer state a new run starts from; the learning
+    rate's schedule begins. Null: the weights of ``model.path``."""
     save_timeout_s: Seconds = 1800.0
     """Seconds after which a commit is abandoned, with an error in the log."""
     spare_host_memory: bool = False

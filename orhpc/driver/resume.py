@@ -86,7 +86,7 @@ async def restore(run: Run, trainers: Trainers, start: Start) -> None:
         CheckpointError: the commit cannot be loaded.
     """
     if start.copy is None:
-        await trainers.restore(start.folder)
+        await trainers.restore(start.folder, of_another_run=start.commit is None)
         return
     try:
         await trainers.restore_copy(start.copy)

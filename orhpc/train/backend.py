@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -33,6 +33,41 @@ class Role(Enum):
 
     POLICY = "policy"
     REFERENCE = "reference"
+
+
+class Counted(Protocol):
+    """An optimizer, which counts its steps."""
+
+    steps: int
+    schedule_start: int
+    """Steps of another run whose state was loaded: the learning rate's schedule begins after them."""
+
+    def set_steps(self, steps: int) -> None: ...
+
+
+def progress_of(policy: Counted, critic: Counted | None) -> dict[str, Any]:
+    """What a commit says of the optimizers beside their tensors.
+
+    ``optimiser_steps`` of the policy and, if there is a critic, ``critic_steps``; and where their schedules
+    began, if not at 0.
+    """
+    found: dict[str, Any] = {"optimiser_steps": policy.steps}
+    if policy.schedule_start:
+        found["schedule_start"] = policy.schedule_start
+    if critic is not None:
+        found["critic_steps"] = critic.steps
+        if critic.schedule_start:
+            found["critic_schedule_start"] = critic.schedule_start
+    return found
+
+
+def set_progress_of(policy: Counted, critic: Counted | None, progress: Mapping[str, Any]) -> None:
+    """Undo :func:`progress_of`."""
+    policy.set_steps(int(progress["optimiser_steps"]))
+    policy.schedule_start = int(progress.get("schedule_start", 0))
+    if critic is not None:
+        critic.set_steps(int(progress["critic_steps"]))
+        critic.schedule_start = int(progress.get("critic_schedule_start", 0))
 
 
 CRITIC = "critic."
@@ -254,12 +289,15 @@ class Backend(WeightSource):
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return the small part of the state: ``optimiser_steps`` of the policy and, if there is a critic,
-        ``critic_steps``."""
+        """Return the small part of the state; see :func:`progress_of`."""
 
     @abstractmethod
     def set_progress(self, progress: dict[str, Any]) -> None:
         """Set the step counters after tensors have been written into :meth:`shards`."""
+
+    @abstractmethod
+    def begin_schedule(self) -> None:
+        """Begin the learning rates' schedules here: the state is that of another run."""
 
     @abstractmethod
     def intact(self) -> bool:

@@ -11,6 +11,7 @@ a group forms.  Where that matters, nodes and network must be exclusive to the j
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import tempfile
@@ -127,6 +128,10 @@ def join_default_group(
         )
 
 
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+"""Parts of errors for memory: of torch on CPUs, and of CUDA and its libraries outside torch's allocator."""
+
+
 @contextlib.contextmanager
 def typed_failures(what: str) -> Iterator[None]:
     """Convert torch's memory and communication errors to the project's; other errors pass unchanged."""
@@ -137,10 +142,12 @@ def typed_failures(what: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(f"{what}: {_one_line(error)}") from error
     except (dist.DistError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"{what}: {_one_line(error)}") from error
         raise InfraError(f"{what}: {_one_line(error)}") from error
     except RuntimeError as error:
         text = _one_line(error)
-        if "can't allocate memory" in text or "not enough memory" in text:
+        if any(sign in text for sign in _NO_MEMORY):
             raise OutOfMemory(f"{what}: {text}") from error
         if any(sign in text for sign in ("gloo", "Timed out", "NCCL", "Connection")):
             raise InfraError(f"{what}: {text}") from error

@@ -17,6 +17,7 @@ from orhpc.train.checkpoint.copy_transfer import Address
 from orhpc.train.checkpoint.memory import SendStatus, StateCopies
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, rng_state, set_rng_state
+from orhpc.train.process_groups import typed_failures
 from orhpc.train.sleep.residence import OffloadManager, memory
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
@@ -58,8 +59,10 @@ class RankState:
 
     # --- commits and copies -------------------------------------------------------------------
 
-    def restore(self, folder: str | None) -> None:
+    def restore(self, folder: str | None, *, of_another_run: bool = False) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
+
+        The learning rates' schedules of a commit ``of_another_run`` do not go on, they begin.
 
         Raises CheckpointError if the commit is incomplete, corrupt, of another model, or without the critic
         that ``algorithm.advantage: ppo`` needs; a critic that this run does not have is left out.
@@ -78,6 +81,9 @@ class RankState:
         with torch.no_grad():
             load_shards(reader, self.backend.shards(), partial(Layout.of, self.model_dir, self.config.model))
         self._continue_from(reader.progress)
+        if of_another_run:
+            self.backend.begin_schedule()
+            self._whole_at = self.backend.progress()
 
     def _continue_from(self, progress: dict[str, Any]) -> None:
         """Set everything but the tensors of the state."""
@@ -160,7 +166,8 @@ class RankState:
     def release_gradients(self) -> float:
         """Free the device memory that only an update needs, until :meth:`wake`; return the seconds taken."""
         started = time.perf_counter()
-        self.backend.release_gradients()
+        with typed_failures("release_gradients"):
+            self.backend.release_gradients()
         return time.perf_counter() - started
 
     def sleep(self) -> dict[str, float]:
@@ -170,7 +177,8 @@ class RankState:
         """
         self._finish_copy()
         started = time.perf_counter()
-        slept = self.backend.sleep()
+        with typed_failures("sleep"):
+            slept = self.backend.sleep()
         return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}
 
     def wake(self) -> dict[str, float]:
@@ -180,5 +188,6 @@ class RankState:
         """
         before = memory(self.device)
         started = time.perf_counter()
-        self.backend.wake()
+        with typed_failures("wake"):
+            self.backend.wake()
         return {**before, "seconds": time.perf_counter() - started}

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orhpc.config import Config
 from orhpc.driver.fleet.actors import call, call_all, spawn
 from orhpc.driver.fleet.engine_places import Engine, engine_at, ports_of_engines, transports
-from orhpc.errors import EngineUnavailable, InfraError, OrhpcError, RayLost
+from orhpc.errors import ConfigError, EngineUnavailable, InfraError, OrhpcError, RayLost
 from orhpc.models import vocabulary_of
 from orhpc.plan.placement import Placement
 from orhpc.process.ports import free_ports
@@ -336,9 +336,16 @@ class Engines:
         Raises:
             InfraError: no engine is left.
         """
+
+        async def called(client: EngineClient) -> Any:
+            try:
+                return await what(client)
+            except ConfigError as error:  # not of the user's: it refuses what it has done before
+                raise EngineUnavailable(str(error)) from error
+
         before = self.pool.down().keys()
         try:
-            await self.pool.each(what, urls)
+            await self.pool.each(called, urls)
         except InfraError as error:
             down = self.pool.down().keys()
             if len(down) == len(self.urls):

@@ -31,6 +31,10 @@ COLLECTIVE_TIMEOUT_S = 900.0
 """Maximum seconds that ranks wait for each other in a collective."""
 ANSWER_S = 30.0
 """Seconds without an answer after which a rank counts as stuck or dead."""
+_LONGEST_POLL_S = 5 * POLL_S
+"""What counts of the time between two polls: longer ones are those of a suspended job."""
+_AS_LONG_AS_IT_TAKES = frozenset({"build", "restore", "restore_copy", "export_hf", "step", "send_weights"})
+"""Calls that load or write a model, and those that have limits of their phases."""
 RECOVERY_S = 60.0
 """Seconds within which all ranks must have left their collectives, and then have formed new groups."""
 
@@ -59,6 +63,7 @@ class Trainers:
         peers: PeerCopies | None,
         *,
         one_node: bool,
+        save_timeout_s: float = 0.0,
     ) -> None:
         """Args:
         start_ranks: starts an actor for each rank.
@@ -66,7 +71,9 @@ class Trainers:
         limit: of an update.
         peers: holds copies on other nodes; None: none are made.
         one_node: whether all ranks are on that node.
+        save_timeout_s: how long a call may wait for a commit that is being written.
         """
+        self._answer_s = COLLECTIVE_TIMEOUT_S + save_timeout_s
         self._start_ranks, self.host, self._one_node = start_ranks, host, one_node
         self._limit, self._peers = limit, peers
         self.ranks: list[ActorHandle[Any]] = []
@@ -111,7 +118,9 @@ class Trainers:
         host = placement.nodes[placement.trainers[0].node].address
         limit = hang.UpdateLimit(config.train.update_timeout_s)
         peers = PeerCopies.of(config, placement, ids, notice)
-        self = cls(start_ranks, host, limit, peers, one_node=len({t.node for t in placement.trainers}) == 1)
+        one_node = len({t.node for t in placement.trainers}) == 1
+        waits_s = config.checkpoint.save_timeout_s
+        self = cls(start_ranks, host, limit, peers, one_node=one_node, save_timeout_s=waits_s)
         await self._connect()
         return self
 
@@ -179,8 +188,13 @@ class Trainers:
     async def all(
         self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Call a method on every rank; returns their answers in order."""
-        return await self.all_within(None, method, *args, **kwargs)
+        """Call a method on every rank; returns their answers in order.
+
+        Raises:
+            RayLost: a rank has died, or has not answered for longer than any collective or commit may take.
+        """
+        limit_s = None if method.__name__ in _AS_LONG_AS_IT_TAKES else self._answer_s
+        return await self.all_within(limit_s, method, *args, **kwargs)
 
     async def all_within(
         self,
@@ -194,8 +208,9 @@ class Trainers:
         references = [getattr(rank, name).remote(*args, **kwargs) for rank in self.ranks]
         return await call_all(references, f"trainer {name}", timeout_s)
 
-    async def restore(self, folder: Path | None) -> None:
-        await self.all(TrainerRank.restore, str(folder) if folder else None)
+    async def restore(self, folder: Path | None, *, of_another_run: bool = False) -> None:
+        """Restore a commit; see :meth:`TrainerRank.restore`."""
+        await self.all(TrainerRank.restore, str(folder) if folder else None, of_another_run=of_another_run)
 
     async def copies(self) -> set[CopyId]:
         """Return the copies in the nodes' memory from which every rank's state can be restored."""
@@ -242,7 +257,7 @@ class Trainers:
             StopRequested: ``stop`` became true before the first optimizer step.
             TrainerHangs: the update takes too long.
         """
-        folder, tokens, began = str(traces or ""), plan.tokens, time.monotonic()
+        folder, tokens, elapsed, last = str(traces or ""), plan.tokens, 0.0, time.monotonic()
         limit = float("inf") if folder else self._limit.seconds(tokens)  # tracing slows an update down
         # Ray passes every rank the list itself, from one copy in its object store.
         minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
@@ -253,11 +268,13 @@ class Trainers:
                 control = self.ranks[0].request_stop.options(concurrency_group=CONTROL)
                 await call(control.remote(), "trainer request_stop", 30.0)
                 asked = True  # a rank that hangs does not stop
-            if time.monotonic() > began + limit:
+            # While a job is suspended its clock goes on, but nothing hangs.
+            elapsed, last = elapsed + min(time.monotonic() - last, _LONGEST_POLL_S), time.monotonic()
+            if elapsed > limit:
                 stepping.cancel()
                 raise await self._hang(f"the update of step {step + 1}", self._limit.why(tokens))
         metrics = (await stepping)[0]
-        self._limit.note(tokens, time.monotonic() - began)
+        self._limit.note(tokens, elapsed + min(time.monotonic() - last, _LONGEST_POLL_S))
         return metrics | await self._compare_paces()
 
     async def _compare_paces(self) -> dict[str, float]:
@@ -281,13 +298,15 @@ class Trainers:
                 engines, one to gather it.
         """
         sending = asyncio.ensure_future(self.all(TrainerRank.send_weights, plan))
-        limit, reached = 2 * plan.timeout_s, (cast(int | None, None), time.monotonic())
+        limit, pause = 2 * plan.timeout_s, plan.timeout_s / 4
+        reached, waited, last = cast(int | None, None), 0.0, time.monotonic()
         try:
-            while not (await asyncio.wait([sending], timeout=plan.timeout_s / 4))[0]:
+            while not (await asyncio.wait([sending], timeout=pause))[0]:
+                waited, last = waited + min(time.monotonic() - last, 2 * pause), time.monotonic()
                 progress = await self._sync_progress()
-                if progress != reached[0]:
-                    reached = progress, time.monotonic()
-                elif time.monotonic() > reached[1] + limit:
+                if progress != reached:
+                    reached, waited = progress, 0.0
+                elif waited > limit:
                     raise await self._hang(
                         "a bucket of the weight sync", f"{limit:g} s, engine.sync_timeout_s"
                     )

@@ -46,6 +46,8 @@ class BackgroundSave:
         """Return the written files, or None while running; raises CheckpointError if the save failed."""
         if self.running:
             return None
+        if self._unwanted.is_set():
+            raise CheckpointError("the save was given up")
         if self._error is not None:
             raise CheckpointError(f"the checkpoint could not be written: {self._error}") from self._error
         return self._result
@@ -53,9 +55,13 @@ class BackgroundSave:
     def wait(self, timeout_s: float | None = None) -> None:
         self._thread.join(timeout_s)
 
-    def give_up(self, timeout_s: float) -> bool:
-        """Ask the save to end early; return whether it has ended within ``timeout_s``."""
+    def abandon(self) -> None:
+        """Ask the save to end early; whatever it still writes is not to be used."""
         self._unwanted.set()
+
+    def give_up(self, timeout_s: float) -> bool:
+        """:meth:`abandon` the save; return whether it has ended within ``timeout_s``."""
+        self.abandon()
         self.wait(timeout_s)
         return not self.running
 
@@ -111,7 +117,12 @@ class RankSaves:
         self._snapshot.free()
 
     def _wait_until_written(self) -> None:
-        """Wait for the current save, at most until the driver would give it up."""
+        """Wait for the current save, at most until the driver would give it up.
+
+        It is abandoned then: the memory that it is written from changes now.
+        """
         if self._save is not None and self._save.running:
             log.info("waiting for the commit, which is being written from host memory needed now")
             self._save.wait(self._settings.save_timeout_s)
+            if self._save.running:
+                self._save.abandon()

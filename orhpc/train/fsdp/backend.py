@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from orhpc.train.backend import Backend, Batches, Role, Shard, StopCheck, TrainingBatch, Update
+from orhpc.train.backend import (
+    Backend,
+    Batches,
+    Role,
+    Shard,
+    StopCheck,
+    TrainingBatch,
+    Update,
+    progress_of,
+    set_progress_of,
+)
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fsdp.critic import FsdpCritic
 from orhpc.train.fsdp.load import ModelLoader, rows_of
@@ -167,17 +177,18 @@ class FsdpBackend(Backend):
         ] + ([] if self.critic is None else self.critic.shards(place))
 
     def progress(self) -> dict[str, Any]:
-        own = {"optimiser_steps": self.optimizer.steps}
-        return own if self.critic is None else {**own, "critic_steps": self.critic.optimizer.steps}
+        return progress_of(self.optimizer, None if self.critic is None else self.critic.optimizer)
 
     def intact(self) -> bool:
         return self.optimizer.intact and (self.critic is None or self.critic.optimizer.intact)
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         self._offload.changing()
-        self.optimizer.set_steps(int(progress["optimiser_steps"]))
-        if self.critic is not None:
-            self.critic.optimizer.set_steps(int(progress["critic_steps"]))
+        set_progress_of(self.optimizer, None if self.critic is None else self.critic.optimizer, progress)
+
+    def begin_schedule(self) -> None:
+        for optimizer in (self.optimizer, *(() if self.critic is None else (self.critic.optimizer,))):
+            optimizer.schedule_start = optimizer.steps
 
     # --- recovery -----------------------------------------------------------------------------
 

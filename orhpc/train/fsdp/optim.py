@@ -34,6 +34,8 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainSettings) -> None:
         self.settings = settings
         self.steps = 0
+        self.schedule_start = 0
+        """Steps of another run whose state was loaded: the learning rate's schedule begins after them."""
         self.intact = True
         """Whether the state is that after :attr:`steps` steps; False during a step and after a failed one."""
         self._parameters = dict(parameters)
@@ -69,7 +71,7 @@ class Optimizer:
         return {"model": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def set_steps(self, steps: int) -> None:
-        """Continue after ``steps`` optimizer steps: sets the schedule and Adam's bias correction."""
+        """Continue after ``steps`` optimizer steps: sets Adam's bias correction too."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(float(steps))
@@ -107,7 +109,7 @@ class Optimizer:
         if norm > self.settings.max_grad_norm:
             factor = self.settings.max_grad_norm / norm
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-        lr = learning_rate(self.settings, self.steps)
+        lr = learning_rate(self.settings, self.steps - self.schedule_start)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self.intact = False

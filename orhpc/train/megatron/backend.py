@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from orhpc.errors import StopRequested
 from orhpc.plan.layout import RankPlace
-from orhpc.train.backend import Backend, Batches, Role, Shard, StopCheck, TrainingBatch, Update
+from orhpc.train.backend import (
+    Backend,
+    Batches,
+    Role,
+    Shard,
+    StopCheck,
+    TrainingBatch,
+    Update,
+    progress_of,
+    set_progress_of,
+)
 from orhpc.train.batch import PackedBatch
 from orhpc.train.loss.grpo import LossInputs, MetricSums, packed_loss
 from orhpc.train.megatron.critic import MegatronCritic
@@ -169,17 +179,18 @@ class MegatronBackend(Backend):
         return own if self.critic is None else own + self.critic.shards(place)
 
     def progress(self) -> dict[str, Any]:
-        own = {"optimiser_steps": self.optimizer.steps}
-        return own if self.critic is None else {**own, "critic_steps": self.critic.optimizer.steps}
+        return progress_of(self.optimizer, None if self.critic is None else self.critic.optimizer)
 
     def intact(self) -> bool:
         return self.optimizer.intact and (self.critic is None or self.critic.optimizer.intact)
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         self._offload.changing()
-        self.optimizer.set_steps(int(progress["optimiser_steps"]))
-        if self.critic is not None:
-            self.critic.optimizer.set_steps(int(progress["critic_steps"]))
+        set_progress_of(self.optimizer, None if self.critic is None else self.critic.optimizer, progress)
+
+    def begin_schedule(self) -> None:
+        for optimizer in (self.optimizer, *(() if self.critic is None else (self.critic.optimizer,))):
+            optimizer.schedule_start = optimizer.steps
 
     # --- recovery -----------------------------------------------------------------------------
 
@@ -187,8 +198,9 @@ class MegatronBackend(Backend):
         """Only in the same groups: megatron-core's modules and buffers each keep references to theirs."""
         if new_groups:
             return False
-        for optimizer in self._optimizers():
-            optimizer.clear()
+        if not self._offload.dropped:  # else the gradients' memory is released, and wake() makes it anew
+            for optimizer in self._optimizers():
+                optimizer.clear()
         if self._routers is not None:
             self._routers.forget()
         return True

@@ -88,6 +88,8 @@ class MegatronOptimizer:
         """``train``: settings of this model's optimizer."""
         self.settings = train
         self.steps = 0
+        self.schedule_start = 0
+        """Steps of another run whose state was loaded: the learning rate's schedule begins after them."""
         self.intact = True
         """See :attr:`orhpc.train.fsdp.optim.Optimizer.intact`."""
         self._wrapped = list(wrapped)
@@ -146,7 +148,7 @@ class MegatronOptimizer:
                 f"optimizer step {self.steps}: loss {float(verdict[1]):.4g}, gradient norm {norm:.4g}; "
                 "no rank has stepped"
             )
-        lr = learning_rate(self.settings, self.steps)
+        lr = learning_rate(self.settings, self.steps - self.schedule_start)
         decoupled = self._chained.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         for part in self._parts:
             parameters: list[Any] = part.get_parameters()

@@ -135,6 +135,11 @@ class OffloadManager:
         """Start to allocate ``size`` bytes on the host; :meth:`sleep` allocates more if it needs more."""
         self._buffer.prepare(size)
 
+    @property
+    def dropped(self) -> bool:
+        """Whether tensors have no memory since :meth:`drop`."""
+        return bool(self._dropped)
+
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Free the device memory of tensors whose contents may be lost, and all cached memory."""
         found = {_key(t): t.untyped_storage() for t in tensors}

@@ -26,6 +26,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails_at = ""
+        self.refuses_at = ""
+        """Answered with 400, as by SGLang's cache that is not idle."""
         self.answers = Event()
         """Not set while health checks are not answered."""
         self.answers.set()
@@ -54,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = json.dumps({"success": True}).encode()
-        self.send_response(200)
+        self.send_response(400 if path == server.refuses_at else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -123,6 +125,22 @@ def test_the_other_engines_continue_and_the_failed_one_is_stopped(
         await engines.resume_weights()
         assert engines.ended == [servers[1].url]
         assert [c for c in servers[1].calls if "memory" in c] == []
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_refuses_a_control_call_is_restarted_like_one_that_fails(
+    servers: list[Server],
+) -> None:
+    """Its refusal is not an error of the user's settings, which would end the run for good."""
+
+    async def run() -> None:
+        engines = engines_at(servers, {})
+        servers[1].refuses_at = "/flush_cache"
+        await engines.release()
+        assert engines.ended == [servers[1].url]
+        assert "400" in engines.pool.down()[servers[1].url]
         await engines.close()
 
     asyncio.run(run())

@@ -67,3 +67,44 @@ def test_an_update_that_hangs_is_found_after_a_stop_too(monkeypatch: pytest.Monk
     with pytest.raises(TrainerHangs, match="no answer from rank 1"):
         asyncio.run(step())
     assert asked == [True]
+
+
+def test_the_time_of_a_suspension_is_no_time_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by ``scontrol suspend``: the clock goes on, and no rank hangs."""
+    clock = SimpleNamespace(now=0.0)
+
+    def monotonic() -> float:
+        clock.now += 0.01
+        return clock.now
+
+    async def suspended(*_: Any, **__: Any) -> list[Any]:
+        await asyncio.sleep(0.3)
+        clock.now += 10_000.0
+        await asyncio.sleep(0.3)
+        return [{"loss": 1.0}]
+
+    limit = UpdateLimit(5.0)
+    trainers = Trainers(lambda: [], "127.0.0.1", limit, None, one_node=True)
+    trainers.ranks = [SimpleNamespace()]  # type: ignore[list-item]
+    noted: list[float] = []
+    monkeypatch.setattr(limit, "note", lambda tokens, seconds: noted.append(seconds))
+    monkeypatch.setattr(module.ray, "put", lambda value: value)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(trainers, "all", suspended)
+    plan: Any = SimpleNamespace(tokens=10, minibatches=())
+    assert asyncio.run(trainers.step(plan, step=1)) == {"loss": 1.0}
+    assert 0.0 < noted[0] < 5.0
+
+
+def test_a_rank_that_never_answers_a_short_call_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never() -> None:
+        await asyncio.sleep(60)
+
+    rank: Any = SimpleNamespace(wake=SimpleNamespace(remote=never))
+    monkeypatch.setattr(module, "COLLECTIVE_TIMEOUT_S", 0.1)
+    trainers = Trainers(
+        lambda: [rank], "127.0.0.1", UpdateLimit(None), None, one_node=True, save_timeout_s=0.1
+    )
+    trainers.ranks = [rank]
+    with pytest.raises(RayLost, match="trainer wake 0: no answer within"):
+        asyncio.run(trainers.all(module.TrainerRank.wake))

@@ -267,6 +267,50 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_the_schedule_of_a_run_that_loads_another_begins_and_is_kept_by_its_commits(
+    make: Callable[..., TrainerRank], tmp_path: Path
+) -> None:
+    """Only Adam's moments and their step count are the other run's: its schedule has ended at ``lr_min``."""
+    schedule = {"lr_schedule": "cosine", "lr_warmup_steps": 2, "steps": 4}
+    first = make(train=schedule)
+    rates = [first.step(plan(step), step=step)["lr"] for step in range(4)]
+    assert rates[3] == 0.0
+    saved(first, tmp_path / "first")
+    second = make(train=schedule)
+    second.restore(str(tmp_path / "first"), of_another_run=True)
+    assert [second.step(plan(step), step=step)["lr"] for step in range(2)] == rates[:2]
+    saved(second, tmp_path / "second")
+    assert second.backend.progress() == {"optimiser_steps": 6, "schedule_start": 4}
+    again = make(train=schedule)
+    again.restore(str(tmp_path / "second"))
+    assert [again.step(plan(step), step=step)["lr"] for step in (2, 3)] == rates[2:]
+
+
+@pytest.mark.slow
+def test_a_save_from_memory_that_is_needed_again_is_abandoned(
+    make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file would hold parts of two steps."""
+    from orhpc.train.checkpoint import shards as checkpoint
+
+    gate = threading.Event()
+    real = checkpoint.write_safetensors
+
+    def held(*args: Any) -> dict[str, Any]:
+        gate.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "write_safetensors", held)
+    rank = make(checkpoint={"spare_host_memory": True, "save_timeout_s": 0.1})
+    rank.step(plan(0), step=1)
+    rank.save_begin(str(tmp_path))
+    rank._saves._wait_until_written()  # as the offload of a device does before it overwrites the memory
+    gate.set()
+    with pytest.raises(CheckpointError, match="given up"):
+        wait_for(rank.save_poll)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_save_holds_the_state_at_its_beginning(
     make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
