@@ -40,6 +40,7 @@ _WANTED = (
     "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py", "chat_templates/*",
 )  # fmt: skip
 """Configurations, tokenizers, chat templates and code; :func:`chosen_files` selects weights."""
+_WEIGHT_FILES = tuple(f".{stem.rsplit('.', 1)[1]}" for stem in WEIGHTS)
 _NOT_WANTED = ("*.index.json", "original/*", "metal/*", "onnx/*", "*.onnx.json", "coreml/*")
 
 
@@ -78,10 +79,14 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
     if not config_only:
         print(f"orhpc: fetching {name} at {(info.sha or '?')[:7]}: {len(files)} files, {_size(total)}, "
               f"into {hub_cache()}", file=sys.stderr, flush=True)  # fmt: skip
-    folder = _ask(
-        source,
-        lambda: snapshot_download(name, revision=revision, allow_patterns=[_literal(f) for f in files]),
-    )
+    # The weights come last: a snapshot that has them is whole, whatever has interrupted an earlier download.
+    weights = [f for f in files if f.endswith(_WEIGHT_FILES)]
+    folder = ""
+    for part in ([f for f in files if f not in weights], weights):
+        patterns = [_literal(f) for f in part]
+        if patterns:
+            download = functools.partial(snapshot_download, name, revision=revision, allow_patterns=patterns)
+            folder = _ask(source, download)
     return Path(folder)
 
 
@@ -248,7 +253,7 @@ def _failure(source: Source, error: Exception) -> OrhpcError:
         return ModelError(f"{what}: {_first_line(error)}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PreflightError(f"{what}: no space left in {hub_cache()}: set HF_HOME to a larger filesystem")
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
         return PreflightError(f"{what}: {hub_cache()} cannot be written: set HF_HOME to a folder of yours")
     if status is not None:
         return PreflightError(f"{what}: {hub} answers {status}; run the same command later, it resumes")

@@ -105,6 +105,15 @@ def test_a_run_downloads_its_files_once_and_keeps_the_commit(hub: Hub, rundir: R
         model.model_folder(config, rundir)
 
 
+def test_the_weights_are_downloaded_last(hub: Hub, rundir: RunDir) -> None:
+    """A snapshot with all weights counts as whole: an interrupted download must not lack small files only."""
+    model.ensure_models(config_of(), rundir)
+    downloads = hub.downloads(NAME)
+    first = next(i for i, name in enumerate(downloads) if name.endswith(".safetensors"))
+    assert all(name.endswith(".safetensors") for name in downloads[first:])
+    assert {"config.json", "tokenizer.json"} <= set(downloads[:first])
+
+
 def test_plan_downloads_only_the_config(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     real = write_model_folder(hub.root / "Acme" / "Real-30B", REAL["Qwen3-30B-A3B"][0])
     overrides = ["model.path=Acme/Real-30B", "placement.nodes=8", "engine.tp=4"]
