@@ -67,7 +67,7 @@ class Trainers:
     async def restore_copy(self, copy: CopyId) -> None:
         self.calls.append(f"copy {copy.step}")
 
-    async def restore(self, folder: Path | None) -> None:
+    async def restore(self, folder: Path | None, *, of_another_run: bool = False) -> None:
         self.calls.append(f"folder {folder}")
 
 

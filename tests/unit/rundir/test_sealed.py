@@ -104,8 +104,16 @@ def test_a_damaged_outcome_is_judged_again(
 
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_holder_file_is_replaced_by_the_newest_attempt_s_job(
-    run: RunDir, content: bytes, caplog: pytest.LogCaptureFixture
+    run: RunDir,
+    content: bytes,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (run.path / "holder.json").write_bytes(content)
     (run.path / "submitted.json").write_bytes(content)
     assert holder.holder_of(run) == "8"
