@@ -44,7 +44,7 @@ _NAMES = (
     ),
     *("asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 )
-"""What an expression may call or name beside its variables."""
+"""What an expression may call or name, in addition to its variables."""
 
 
 def score(task: str, settings: str, entry: dict[str, Any], answer: str) -> float:

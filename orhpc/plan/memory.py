@@ -225,11 +225,8 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
 
 
 def _waiting(pp: int, stage: int, demand: Demand) -> Fraction:
-    """How many micro-batches, of all of a stage's layers, keep their activations at the same time.
-
-    Of interleaved chunks a stage begins more before its first backward pass: Korthikanti et al.
-    (arXiv:2205.05198), section 4.2.3, and megatron-core's ``get_pp_rank_microbatches``.
-    """
+    """How many micro-batches keep a stage's activations at once, more if interleaved: Korthikanti et al.
+    (arXiv:2205.05198), section 4.2.3, and megatron-core's ``get_pp_rank_microbatches``."""
     if demand.vpp == 1:
         return Fraction(min(pp - stage, demand.micro_batches))
     chunks = min(2 * (pp - 1 - stage) + (demand.vpp - 1) * pp + 1, demand.micro_batches * demand.vpp)

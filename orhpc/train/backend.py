@@ -46,7 +46,7 @@ class Counted(Protocol):
 
 
 def progress_of(policy: Counted, critic: Counted | None) -> dict[str, Any]:
-    """What a commit says of the optimizers beside their tensors.
+    """What a commit says of the optimizers in addition to their tensors.
 
     ``optimiser_steps`` of the policy and, if there is a critic, ``critic_steps``; and where their schedules
     began, if not at 0.

@@ -209,7 +209,6 @@ class Trainers:
         return await call_all(references, f"trainer {name}", timeout_s)
 
     async def restore(self, folder: Path | None, *, of_another_run: bool = False) -> None:
-        """Restore a commit; see :meth:`TrainerRank.restore`."""
         await self.all(TrainerRank.restore, str(folder) if folder else None, of_another_run=of_another_run)
 
     async def copies(self) -> set[CopyId]:

@@ -198,7 +198,7 @@ class MegatronBackend(Backend):
         """Only in the same groups: megatron-core's modules and buffers each keep references to theirs."""
         if new_groups:
             return False
-        if not self._offload.dropped:  # else the gradients' memory is released, and wake() makes it anew
+        if not self._offload.dropped:  # else their memory is released until wake()
             for optimizer in self._optimizers():
                 optimizer.clear()
         if self._routers is not None:
