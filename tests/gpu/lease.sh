@@ -37,6 +37,7 @@
 #   ranks     2     580  on both: experts divided in trainer and engine, of a small model, compared bit for bit: each
 #                        rank sent its own, and all copied directly, at the same time (200 s); then the seconds of
 #                        syncs of 30B layers by SGLang, of each rank's own, and of these by direct copies (350 s)
+#   sleeps    2     330  an engine releases its memory while it generates, with what waits for its GPUs and without
 #   recovery2 2     420  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py)
 #   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts
 #                        and overlap, on GPUS=0,1 (or one: 0); UPDATE: more of its words, as --layers 6
@@ -174,6 +175,7 @@ ranks() {
   wait $own
   job own-experts-speed 0,1 500 $CHECK own-experts-speed --deadline "${DEADLINE:-180}"
 }
+sleeps() { job sleep 0,1 400 tests/gpu/sleep_race.py --seconds "${SHARE:-100}"; }
 recovery2() {
   job recovery-two 0,1 420 benchmarks/gpu/recovery_two_gpus.py --out "$R" --seconds {} ${GGUF:+--gguf "$GGUF"}
 }
@@ -190,7 +192,7 @@ node() {
 }
 
 case $PLAN in
-  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | recovery2 | update | node) ;;
+  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | sleeps | recovery2 | update | node) ;;
   *) echo "no plan $PLAN" >&2; exit 2 ;;
 esac
 (while sleep 15; do pack; done) & PACKER=$!

@@ -32,7 +32,7 @@ def engine_config(**engine: Any) -> Any:
         {
             "precision": precision,
             "engine": {"tp": 1, "extra": extra, **engine},
-            "placement": {"devices_per_node": 1},
+            "placement": {"devices_per_node": engine.get("tp", 1)},
             "rollout": {"max_total_tokens": context, "max_response_tokens": 64, "record_routes": routes},
             "environments": {"none": {"url": "http://127.0.0.1:9"}},
         }
@@ -45,9 +45,10 @@ def start_engine(name: str, config: Any, folder: Path, key: str, *, shares: bool
     from orhpc.rollout.engines.sglang_command import EnginePart
 
     port, meeting = free_ports(2, "127.0.0.1")
+    devices = tuple(range(config.engine.tp))
     process = EngineProcess(
         config, str(folder), "127.0.0.1", port, key, str(WORK / f"{name}.log"), 0,
-        part=EnginePart(devices=(0,), shares=shares, rendezvous=f"127.0.0.1:{meeting}"),
+        part=EnginePart(devices=devices, shares=shares, rendezvous=f"127.0.0.1:{meeting}"),
     )  # fmt: skip
     process.start()
     return process

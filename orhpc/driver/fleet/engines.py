@@ -22,7 +22,7 @@ from orhpc.models import vocabulary_of
 from orhpc.plan.placement import Placement
 from orhpc.process.ports import free_ports
 from orhpc.rollout.client import EngineClient, EnginePool
-from orhpc.rollout.engines.sglang_command import LOADER
+from orhpc.rollout.engines.sglang_command import functions_for
 from orhpc.rollout.engines.sglang_router import RouterProcess, router_wanted
 from orhpc.wire.weights import NO_TENSORS
 
@@ -74,7 +74,7 @@ class Engines:
         self.dedicated = [e.url for e in engines if not e.place.shared]
         self._without_weights: set[str] = set()
         """URLs of engines on shared devices that have released the memory of their weights."""
-        self._loading_prepared: set[str] = set()
+        self._prepared: set[str] = set()
         """URLs of engines that have been prepared for weight syncs since their start."""
         self._starting: dict[int, asyncio.Task[None]] = {}
         """Restarts of engines that are down, by index; kept until the engine takes part in a sync."""
@@ -144,7 +144,7 @@ class Engines:
         hosts = [host for engine in engines for host in engine.hosts]
         await call_all([h.start.remote() for h in hosts], "engine start")
         await call_all([h.wait_ready.remote(self._start_timeout_s) for h in hosts], "engine")
-        self._loading_prepared.difference_update(engine.url for engine in engines)
+        self._prepared.difference_update(engine.url for engine in engines)
 
     async def watch(self) -> list[int]:
         """Check whether every server's processes are alive; dead engines receive no more calls.
@@ -277,16 +277,17 @@ class Engines:
         """Note that all engines of :attr:`by_broadcast` are members of this broadcast group."""
         self.group_name, self._group_members = name, set(self.by_broadcast)
 
-    async def prepare_loading(self) -> None:
-        """Let engines that have started since the last sync load weights directly; in an update session."""
-        settings, ready = self.config.engine, self._loading_prepared | self.pool.down().keys()
-        new = [url for url in self.urls if url not in ready]
-        if settings.backend == "sglang" and settings.records_loading:
-            nothing = [NO_TENSORS] * settings.tp
-            await self.pool.each(
-                lambda c: c.update_weights_from_tensor(nothing, load_format=LOADER, flush_cache=False), new
-            )
-        self._loading_prepared.update(new)
+    async def prepare_started(self) -> None:
+        """Prepare the processes of engines that have started since the last sync; in an update session."""
+        new = [url for url in self.urls if url not in self._prepared | self.pool.down().keys()]
+        if self.config.engine.backend == "sglang":
+            await self.pool.each(self._prepare, new)
+        self._prepared.update(new)
+
+    async def _prepare(self, client: EngineClient) -> None:
+        nothing = [NO_TENSORS] * self.config.engine.tp
+        for function in functions_for(self.config, shares=client.url in self.shared):
+            await client.update_weights_from_tensor(nothing, load_format=function, flush_cache=False)
 
     async def leave_group(self) -> None:
         """Have the engines leave the broadcast group, because its members change or it failed."""

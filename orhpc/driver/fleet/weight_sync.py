@@ -55,7 +55,7 @@ class WeightSync:
         try:
             await pool.update_weight_version(SYNCING)
             await pool.each(lambda c: c.begin_update())
-            await self._engines.prepare_loading()
+            await self._engines.prepare_started()
             if self._settings.sync == "disk":
                 report = await self._from_disk()
             else:

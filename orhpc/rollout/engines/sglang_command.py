@@ -21,6 +21,8 @@ FP8_BLOCK = 128
 
 LOADER = "orhpc.rollout.engines.sglang_loading.install"
 """Function with which SGLang's processes prepare their models for weight syncs."""
+SLEEPER = "orhpc.rollout.engines.sglang_sleep.install"
+"""Function with which SGLang's processes prepare to release memory."""
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "tp_size": ("tensor_parallel_size",),
@@ -70,8 +72,8 @@ def sglang_options(
         "enable_deterministic_inference": engine.deterministic,
         "enable_memory_saver": part.shares,
     }
-    if engine.records_loading:
-        options["custom_weight_loader"] = LOADER
+    if functions := functions_for(config, shares=part.shares):
+        options["custom_weight_loader"] = functions
     if engine.dp > 1:
         options |= {"dp_size": engine.dp, "enable_dp_attention": True}
     if engine.ep > 1:
@@ -86,6 +88,14 @@ def sglang_options(
         options["load_format"] = "dummy"
     options |= _speculative_options(config, part)
     return options | {name.replace("-", "_"): value for name, value in engine.extra.items()}
+
+
+def functions_for(config: Config, *, shares: bool) -> list[str]:
+    """Functions to be called in every process of an engine before its first weight sync.
+
+    ``shares``: as in :class:`EnginePart`.
+    """
+    return [LOADER] * config.engine.records_loading + [SLEEPER] * shares
 
 
 def _fp8_options(config: Config) -> dict[str, Any]:

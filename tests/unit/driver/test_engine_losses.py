@@ -396,30 +396,38 @@ def test_a_server_is_restarted_by_the_actor_that_holds_its_port(
     assert reports == ["stop", "start", "wait_ready"]
 
 
-def test_every_started_engine_is_prepared_for_syncs_once(servers: list[Server]) -> None:
+def test_every_started_engine_is_prepared_once(servers: list[Server]) -> None:
     """SGLang's processes forget it when they restart; an engine that is down is prepared later."""
+    update = "/update_weights_from_tensor"
 
     async def run() -> None:
         engines = engines_at(servers, {})
-        settings = engines.config.engine.model_copy(update={"backend": "sglang", "direct_loading": True})
-        engines.config = engines.config.model_copy(update={"engine": settings})
+        assert engines.shared == engines.urls
+
+        def use(**settings: Any) -> None:
+            engine = engines.config.engine.model_copy(update={"backend": "sglang", **settings})
+            engines.config = engines.config.model_copy(update={"engine": engine})
+
+        use(direct_loading=True)
         engines.pool.mark_down(servers[1].url, "restarting")
-        calls = ["/update_weights_from_tensor"]
-        await engines.prepare_loading()
-        await engines.prepare_loading()
-        assert (servers[0].calls, servers[1].calls) == (calls, [])
+        await engines.prepare_started()
+        await engines.prepare_started()
+        assert (servers[0].calls, servers[1].calls) == ([update] * 2, [])  # to load, and to release memory
         await engines.pool.readmit(servers[1].url)
         servers[1].calls.clear()
-        await engines.prepare_loading()
-        assert (servers[0].calls, servers[1].calls) == (calls, calls)
+        await engines.prepare_started()
+        assert (servers[0].calls, servers[1].calls) == ([update] * 2, [update] * 2)
         await engines._bring_up(engines._engines[:1])
-        await engines.prepare_loading()
-        assert (servers[0].calls, servers[1].calls) == (calls * 2, calls)
-        settings = settings.model_copy(update={"direct_loading": False})
-        engines.config = engines.config.model_copy(update={"engine": settings})
+        await engines.prepare_started()
+        assert (servers[0].calls, servers[1].calls) == ([update] * 4, [update] * 2)
+        use(direct_loading=False)
         await engines._bring_up(engines._engines)
-        await engines.prepare_loading()
-        assert (servers[0].calls, servers[1].calls) == (calls * 2, calls)
+        await engines.prepare_started()
+        assert (servers[0].calls, servers[1].calls) == ([update] * 5, [update] * 3)
+        engines.shared.clear()
+        await engines._bring_up(engines._engines)
+        await engines.prepare_started()
+        assert (servers[0].calls, servers[1].calls) == ([update] * 5, [update] * 3)
         await engines.close()
 
     asyncio.run(run())

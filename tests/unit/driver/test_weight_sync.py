@@ -47,12 +47,12 @@ def engines_of(
 ) -> Any:
     """Engines of one group that accept every call."""
 
-    async def prepare_loading() -> None: ...
+    async def prepare_started() -> None: ...
 
     engine = EngineSettings(sync_timeout_s=9.0, **settings)
     return SimpleNamespace(
         pool=pool, by_handle=by_handle, by_broadcast=by_broadcast, group_name="group", key=KEY,
-        prepare_loading=prepare_loading, config=SimpleNamespace(engine=engine),
+        prepare_started=prepare_started, config=SimpleNamespace(engine=engine),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from orhpc.launch.command_line import own_options, split_command_line, without_f
 from orhpc.process import secrets
 from orhpc.process.secrets import read_engine_key
 from orhpc.rollout.engines import sglang_server
-from orhpc.rollout.engines.sglang_command import LOADER, EnginePart, arguments, sglang_options
+from orhpc.rollout.engines.sglang_command import LOADER, SLEEPER, EnginePart, arguments, sglang_options
 
 KNOWN = frozenset(
     [
@@ -69,8 +69,13 @@ def test_only_arguments_that_both_releases_have_are_used() -> None:
 
 @pytest.mark.parametrize("setting", ["direct_loading", "delta_sync"])
 def test_its_processes_record_how_it_loads_weights_where_that_is_needed(setting: str) -> None:
-    assert options(**{setting: True})["custom_weight_loader"] == LOADER
+    assert options(**{setting: True})["custom_weight_loader"] == [LOADER]
     assert "custom_weight_loader" not in options()
+
+
+def test_an_engine_that_shares_its_gpus_prepares_to_release_memory() -> None:
+    assert options(EnginePart(shares=True))["custom_weight_loader"] == [SLEEPER]
+    assert options(EnginePart(shares=True), direct_loading=True)["custom_weight_loader"] == [LOADER, SLEEPER]
 
 
 def test_an_engine_of_several_nodes_has_one_rank_per_node_and_one_address() -> None:
