@@ -101,10 +101,12 @@ class Scheduler:
             raise
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function on the compute thread between two steps."""
+        """Run a function on the compute thread between two steps, unless the call is cancelled before."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the client has disconnected, and a cancelled future takes no result
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised in the caller
