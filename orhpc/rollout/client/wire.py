@@ -103,7 +103,7 @@ def read_generation(
 
     ``images``: the request had some, so the engine must have expanded it to ``prompt_tokens``.
     Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for missing or
-    impossible routes.
+    impossible routes; without routes, an aborted answer counts as one without tokens.
     """
     try:
         meta = orjson.loads(data)["meta_info"]
@@ -115,6 +115,10 @@ def read_generation(
             logprobs = np.array([entry[0] for entry in sampled], dtype=np.float32)
         version = read_version(meta.get("weight_version"), url)
         completion = int(meta["completion_tokens"])
+        if finish is FinishReason.ABORT and _was_retracted(
+            meta, routes=routes_start is not None, images=images
+        ):
+            return aborted(prompt_tokens, version)
         read_tokens = int(meta["prompt_tokens"]) if images and len(tokens) else prompt_tokens
         cached = int(meta.get("cached_tokens") or 0)
     except _MALFORMED as error:
@@ -151,8 +155,17 @@ def read_generation(
     )
 
 
+def _was_retracted(meta: dict[str, Any], *, routes: bool, images: bool) -> bool:
+    """Whether an aborted answer lacks what was asked for, so that its tokens must be sampled again.
+
+    SGLang (0.5, ``TokenizerManager._handle_abort_req``) answers so a request that waits when it is aborted.
+    It has tokens if it was retracted, because the cache was full, but no routes and no length of the prompt.
+    """
+    return (routes and meta.get("routed_experts") is None) or (images and "prompt_tokens" not in meta)
+
+
 def aborted(prompt_tokens: int, version: int) -> Generation:
-    """The answer to a request that no engine has served: no token, as if it had been aborted at once."""
+    """The answer to a request of which no token can be used, as if it had been aborted at once."""
     return Generation(
         tokens_N=np.zeros(0, np.int32),
         logprobs_N=np.zeros(0, np.float32),

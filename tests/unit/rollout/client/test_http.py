@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, RoutesMissing, WeightSyncFailed
 from orhpc.rollout.client import EngineClient
+from orhpc.rollout.client.wire import read_generation
 from orhpc.types import FinishReason, Generation
 from orhpc.wire.routes import RouteShape, encode_routes
 from tests.serialized_weights import receive_broadcast
-from tests.unit.rollout.client.kit import SAMPLING, FakeEngine, with_client
+from tests.unit.rollout.client.kit import SAMPLING, SHAPE, FakeEngine, with_client
 
 
 @pytest.mark.parametrize("prompt", [[4, 5, 6], (4, 5, 6), np.array([4, 5, 6], dtype=np.int32)])
@@ -116,6 +118,24 @@ def test_an_abort_before_the_first_token_gives_an_empty_prefix() -> None:
     got = with_client(engine, lambda c: c.generate([4, 5], SAMPLING, rid="x", routes_start=0))
     assert got.finish_reason is FinishReason.ABORT
     assert len(got.tokens_N) == len(got.logprobs_N) == 0 and got.routes is None
+
+
+@pytest.mark.parametrize(("routes", "images"), [(None, False), (0, False), (None, True)])
+def test_an_abort_of_a_retracted_request_keeps_only_whole_tokens(routes: int | None, images: bool) -> None:
+    """SGLang answers with the tokens of a request that waits in its queue again, and with little else."""
+    meta = {
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.5, 6, None]],
+        "completion_tokens": 1,
+    }
+    got = read_generation(
+        orjson.dumps({"meta_info": meta}), "u", prompt_tokens=2, routes_start=routes, route_shape=SHAPE,
+        vocabulary=None, images=images,
+    )  # fmt: skip
+    assert got.finish_reason is FinishReason.ABORT and got.version == 3 and got.routes is None
+    needs_more = routes is not None or images
+    assert got.tokens_N.tolist() == ([] if needs_more else [6])
 
 
 @pytest.mark.parametrize(
