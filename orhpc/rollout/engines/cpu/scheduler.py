@@ -84,6 +84,8 @@ class Scheduler:
         def submit() -> None:
             for request in requests:
                 self.batcher.submit(request)
+            if self.failure is not None:  # since the check above; no further step would answer them
+                self._fail_all(self.failure)
 
         self._calls.put(submit)
         try:
@@ -217,9 +219,12 @@ class Scheduler:
             except Exception as error:
                 log.exception("a step failed")
                 self.failure = f"the engine failed: {type(error).__name__}: {error}"
-                for request in (*self.batcher.running.values(), *self.batcher.waiting):
-                    request.error = NotServing(self.failure)
-                self._abort(lambda _r: True, self.failure)
+                self._fail_all(self.failure)
+
+    def _fail_all(self, why: str) -> None:
+        for request in (*self.batcher.running.values(), *self.batcher.waiting):
+            request.error = NotServing(why)
+        self._abort(lambda _r: True, why)
 
     def _next_call(self, *, wait: bool) -> Callable[[], None] | None:
         try:
