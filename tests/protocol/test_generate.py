@@ -219,7 +219,7 @@ def test_the_key_is_needed(dense: Server) -> None:
     if dense.key is None:
         pytest.skip("the server has no key")
     for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/abort_request"):
-        for key in (None, "wrong", dense.key + "x"):
+        for key in (None, "wrong", "\xff", dense.key + "x"):
             assert dense.post(path, {}, key=key).status_code == 401
     assert dense.get("/health", key=None).status_code == 200
 

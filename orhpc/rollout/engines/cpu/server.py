@@ -54,7 +54,8 @@ def require_key(key: str | None) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None and (request.method, request.path) != ("GET", "/health"):
             given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            # aiohttp decodes bytes that are not UTF-8 to surrogates.
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
                 return error_response("Unauthorized", 401)
         try:
             return await handler(request)
