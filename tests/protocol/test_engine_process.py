@@ -100,6 +100,44 @@ def test_it_ends_with_its_parent(folders: dict[str, tuple[Path, Path]], tmp_path
             os.kill(child, signal.SIGKILL)
 
 
+def test_a_server_knows_a_parent_that_ended_while_it_was_imported(tmp_path: Path) -> None:
+    """Its parent is then another process, of which it must not wait for the end."""
+    log = tmp_path / "engine.log"
+    server = (
+        "import os, sys, time; end = time.monotonic() + 20\n"
+        "while os.getppid() == int(sys.argv[1]) and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
+        "from orhpc.rollout.engines import sglang_server\n"
+        "sglang_server._WATCH_S = 0.1; sglang_server.end_with_parent(); time.sleep(20)\n"
+    )
+    code = (
+        "import os; from orhpc.rollout.engines.process import ServerProcess\n"
+        f"command = [{sys.executable!r}, '-c', {server!r}, str(os.getpid())]\n"
+        f"server = ServerProcess('127.0.0.1', {free_port()}, command, dict(os.environ), None, {str(log)!r})\n"
+        "server.start(); print(server.pid, flush=True); os._exit(0)\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    child = int(parent.stdout)
+    try:
+        assert wait_for(lambda: gone(child), 15.0), log.read_text()
+    finally:
+        if not gone(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_cpu_engine_knows_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orhpc.rollout.engines.cpu import __main__ as program
+
+    monkeypatch.setenv("ORHPC_SERVER_PARENT", str(os.getppid()))
+    child = os.fork()
+    if not child:
+        try:
+            program._die_with_parent()
+        finally:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_external")
 def test_a_failure_to_start_says_why(tmp_path: Path) -> None:

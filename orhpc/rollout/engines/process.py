@@ -26,6 +26,7 @@ import psutil
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable, PortTaken
 from orhpc.process.devices import VARIABLE, visible_devices
+from orhpc.process.parent import naming_parent
 from orhpc.process.ports import hold_port, stop_listening
 from orhpc.process.terminal import to_server
 from orhpc.rollout.client import EngineClient
@@ -105,7 +106,8 @@ class ServerProcess:
             # A new session: a terminal's Ctrl-C reaches only the driver, which stops engines in order.
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=self._environment, pass_fds=[passed.fileno()] if passed is not None else [],
+                env=naming_parent(self._environment),
+                pass_fds=[passed.fileno()] if passed is not None else [],
             )  # fmt: skip
         if passed is not None:
             # This process also holds the socket: it must refuse connections after the server has ended.

@@ -32,6 +32,7 @@ from packaging.version import Version
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.models.families import FAMILIES
 from orhpc.process.keyed_server import require_key_of_uvicorn
+from orhpc.process.parent import parent_of_server
 from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
@@ -162,8 +163,8 @@ def _resolve_name(option: str, known: set[str], who: str) -> str:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent process ends, for whatever reason."""
-    parent = os.getppid()
+    """End this process when its parent process ends or has ended, for whatever reason."""
+    parent = parent_of_server()
 
     def watch() -> None:
         while os.getppid() == parent:

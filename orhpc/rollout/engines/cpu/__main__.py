@@ -20,6 +20,7 @@ from aiohttp import web
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.models.images import image_processor
+from orhpc.process.parent import parent_of_server
 from orhpc.process.ports import inherited_socket, start_listening
 from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
@@ -90,12 +91,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _die_with_parent() -> None:
-    """End this process when its parent process ends, for whatever reason.
+    """End this process when its parent process ends or has ended, for whatever reason.
 
     The kernel also sends the signal when only the *thread* that forked ends, so the handler checks whether
     the parent process has ended.
     """
-    parent = os.getppid()
+    parent = parent_of_server()
 
     def check(_signal: int, _frame: object) -> None:
         if os.getppid() != parent:
