@@ -213,7 +213,8 @@ class Engines:
             self.lowered[index] = limits
         await self._bring_up([engine])
         if engine.place.shared:
-            await self.pool.client(engine.url).release_memory_occupation(SLEEP_TAGS)
+            client = self.pool.client(engine.url)
+            await _changed(client, lambda c: c.release_memory_occupation(SLEEP_TAGS))
             self._without_weights.add(engine.url)
         self.restart_seconds[index] = time.monotonic() - began
 
@@ -337,16 +338,9 @@ class Engines:
         Raises:
             InfraError: no engine is left.
         """
-
-        async def called(client: EngineClient) -> Any:
-            try:
-                return await what(client)
-            except ConfigError as error:  # not of the user's: it refuses what it has done before
-                raise EngineUnavailable(str(error)) from error
-
         before = self.pool.down().keys()
         try:
-            await self.pool.each(called, urls)
+            await self.pool.each(lambda client: _changed(client, what), urls)
         except InfraError as error:
             down = self.pool.down().keys()
             if len(down) == len(self.urls):
@@ -383,6 +377,14 @@ class Engines:
         await asyncio.gather(*(self._stop(e) for e in self._engines))
         for engine in self._engines:
             self._kill(engine)
+
+
+async def _changed(client: EngineClient, what: Callable[[EngineClient], Awaitable[Any]]) -> None:
+    """Call an engine to change its state; a refusal is its failure, as it has done the same before."""
+    try:
+        await what(client)
+    except ConfigError as error:  # not of the user's, which would end the run
+        raise EngineUnavailable(str(error)) from error
 
 
 async def _lowered(engine: Engine) -> tuple[int, float] | None:

@@ -307,6 +307,22 @@ def test_an_engine_may_fail_to_start_twice_while_another_is_up(servers: list[Ser
     with_hosts(servers, SPLIT, host, work)
 
 
+def test_a_restarted_engine_that_refuses_to_sleep_is_restarted_again(servers: list[Server]) -> None:
+    """A worker takes an engine with the base model for current at version 0, and may have sent a request."""
+    host = SlowHost([])
+    host.ready.set()
+    servers[1].refuses_at = "/release_memory_occupation"
+
+    async def work(engines: Watched) -> None:
+        engines.begin_restarts()
+        await engines.await_shared()
+        servers[1].refuses_at = ""
+        assert await engines.restart_failed() == [1]
+        assert host.reports.count("start") == 2
+
+    with_hosts(servers, {}, host, work)
+
+
 def test_an_engine_that_ends_again_is_restarted_again(servers: list[Server]) -> None:
     host = SlowHost([])
     host.ready.set()
