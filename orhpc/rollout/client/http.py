@@ -129,6 +129,7 @@ class EngineClient:
                 route_shape=self.route_shape,
                 vocabulary=self._vocabulary,
                 images=bool(images),
+                stops=sampling.stop_token_ids,
             )
 
         if len(data) > _INLINE_BYTES:

@@ -7,7 +7,7 @@ Field names are SGLang's (0.5, ``srt/managers/io_struct.py``).  The sampled ids 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,10 +98,12 @@ def read_generation(
     route_shape: RouteShape | None,
     vocabulary: int | None,
     images: bool = False,
+    stops: Collection[int] = (),
 ) -> Generation:
     """Decode an answer to :func:`generate_body`; ``vocabulary``: number of token ids, if known.
 
     ``images``: the request had some, so the engine must have expanded it to ``prompt_tokens``.
+    ``stops``: its ``stop_token_ids``; the generation ends with the first, whatever the engine says.
     Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for missing or
     impossible routes; without routes, an aborted answer counts as one without tokens.
     """
@@ -143,6 +145,13 @@ def read_generation(
     if routes_start is not None and route_shape is not None and len(tokens):
         rows = prompt_tokens + len(tokens) - 1 - routes_start
         routes = decode_routes(meta.get("routed_experts"), route_shape, rows)
+    # SGLang looks for them last (``Req.check_finished``): one may be what it sampled while it aborted the
+    # request, or last before the limit; and speculative decoding accepts several tokens at once.
+    if finish is not FinishReason.STOP and (found := np.flatnonzero(np.isin(tokens, list(stops)))).size:
+        finish, kept = FinishReason.STOP, int(found[0]) + 1
+        tokens, logprobs = tokens[:kept], logprobs[:kept]
+        if routes is not None:
+            routes = routes[: len(routes) - completion + kept]
     return Generation(
         tokens_N=tokens,
         logprobs_N=logprobs,

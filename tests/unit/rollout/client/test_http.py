@@ -138,6 +138,21 @@ def test_an_abort_of_a_retracted_request_keeps_only_whole_tokens(routes: int | N
     assert got.tokens_N.tolist() == ([] if needs_more else [6])
 
 
+@pytest.mark.parametrize("reason", ["abort", "length"])
+@pytest.mark.parametrize("ids", [[5, 6, 7], [5, 7, 6], [7, 7, 7]])
+def test_a_generation_ends_with_its_first_stop_token(reason: str, ids: list[int]) -> None:
+    """SGLang reports an abort or the limit even if the last step sampled a stop token: the turn has ended."""
+    engine, kept = FakeEngine(), ids.index(7) + 1
+    engine.change = setting(
+        finish_reason={"type": reason},
+        output_token_logprobs=[[-0.5 * i, token, None] for i, token in enumerate(ids)],
+    )
+    got = with_client(engine, lambda c: c.generate([4, 5, 6], SAMPLING, rid="x", routes_start=2))
+    assert got.finish_reason is FinishReason.STOP
+    assert got.tokens_N.tolist() == ids[:kept] and len(got.logprobs_N) == kept
+    assert got.routes is not None and len(got.routes) == 3 + kept - 1 - 2
+
+
 @pytest.mark.parametrize(
     ("status", "message", "error"),
     [
