@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -136,6 +138,22 @@ def test_the_cpu_engine_knows_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_server_that_ends_while_it_is_stopped_is_stopped(tmp_path: Path) -> None:
+    """The thread that waits for its end reaps it before its status is known to others."""
+    command = [sys.executable, "-c", "pass"]
+    server = ServerProcess("127.0.0.1", free_port(), command, dict(os.environ), None, str(tmp_path / "log"))
+    server.inherits = False  # so that no thread waits for it
+    server.start()
+    process: Any = server._process
+    process._waitpid_lock.acquire()
+    os.waitpid(process.pid, 0)
+    release = threading.Timer(0.1, process._waitpid_lock.release)
+    release.start()
+    server.stop()
+    release.join()
+    assert not server.alive()
 
 
 @pytest.mark.slow

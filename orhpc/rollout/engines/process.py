@@ -193,7 +193,9 @@ class ServerProcess:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        children = psutil.Process(process.pid).children(recursive=True)
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since, and another thread reaped it
+            children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(timeout_s)
