@@ -23,7 +23,8 @@ CONTROL_BYTES = 64 << 20
 _ERROR_BYTES = 1 << 20
 """What is read of an error, which is cut: its status counts, and the beginning of its text."""
 _CONNECT_S = 10.0
-_TOO_LONG = ("context length", "maximum allowed length", "input is too long")
+_TOO_LONG = ("context length", "maximum allowed length", "input is too long", "prompt is too long")
+"""What SGLang says, the last of a prompt with images that fits the context but not what is usable of it."""
 
 
 class NoSuchEndpoint(ConfigError):

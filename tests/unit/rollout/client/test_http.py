@@ -161,6 +161,7 @@ def test_a_generation_ends_with_its_first_stop_token(reason: str, ids: list[int]
         (429, "busy", EngineUnavailable),
         (400, "The input (9 tokens) is longer than the model's context length (4 tokens).", PromptTooLong),
         (400, "Requested token count exceeds the model's maximum context length of 4.", PromptTooLong),
+        (400, "Multimodal prompt is too long after expanding multimodal tokens.", PromptTooLong),
         (400, "unknown sampling parameter 'x'", ConfigError),
         (401, "Unauthorized", ConfigError),
         (404, "Not Found", ConfigError),
