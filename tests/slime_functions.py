@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 MAX_TURNS = 3
@@ -63,6 +64,23 @@ async def one_turn(args, sample, sampling_params):
 
     sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 5})
     sample.reward = 0.5
+    return sample
+
+
+async def two_drafts(args, sample, sampling_params):
+    """Asks for two answers at the same time, and keeps the first."""
+    from slime.rollout.sglang_rollout import GenerateState
+    from slime.utils.http_utils import post
+    from slime.utils.types import Sample
+
+    payload = {"text": sample.prompt, "sampling_params": sampling_params, "return_logprob": True}
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    output, _ = await asyncio.gather(post(url, payload), post(url, payload))
+    pairs = output["meta_info"]["output_token_logprobs"]
+    prompt_ids = GenerateState(args).tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sample.tokens = prompt_ids + [pair[1] for pair in pairs]
+    sample.response, sample.response_length = output["text"], len(pairs)
+    sample.status, sample.reward = Sample.Status.COMPLETED, 0.5
     return sample
 
 

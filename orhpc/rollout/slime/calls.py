@@ -44,6 +44,8 @@ class Calls:
     texts: dict[str, list[int]]
     """Token ids of texts that were sent or sampled, so that the next text continues with exactly these."""
     made: list[Call] = field(default_factory=list)
+    begun: int = 0
+    """Number of calls that were sent to an engine; some may be running at the same time."""
     engine_seconds: float = 0.0
     failure: OrhpcError | None = None
     """The first failure of an engine: the function may have caught it, but the rollout cannot be used."""
@@ -101,7 +103,7 @@ class Calls:
 
         builder = RolloutBuilder(tokens=array("i", prompt))
         context = replace(self.context, generate=recorded, sampling=sampling)
-        number = len(self.made)
+        number, self.begun = self.begun, self.begun + 1
         try:
             finish = await sample_turn(context, self.request, builder, number)
         except OrhpcError as error:

@@ -14,7 +14,7 @@ from orhpc.errors import ConfigError, EngineUnavailable, UserCodeError
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.loaded_agent import Agent, load_agent
 from orhpc.rollout.slime.arguments import Arguments
-from orhpc.types import FinishReason, GroupRequest, Rollout, RolloutEnd, Sampling, Task
+from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from tests.scripted import CHATML, Policy, Room, tokenizer
 
 FUNCTIONS = "slime:tests.slime_functions"
@@ -123,6 +123,24 @@ def test_an_aborted_turn_is_continued(tmp_path: Path) -> None:
     rollout, policy = run(agent, room, [("It ", FinishReason.ABORT, 1), ("is 3.", FinishReason.STOP, 2)])
     assert rollout.tokens_T[rollout.loss_mask_T].tolist() == sampled(policy)
     assert sorted(set(rollout.versions_T.tolist())) == [-1, 1, 2]
+
+
+class Slow(Policy):
+    """Answers after other tasks have run."""
+
+    async def __call__(self, *args: Any, **options: Any) -> Generation:
+        await asyncio.sleep(0)
+        return await super().__call__(*args, **options)
+
+
+def test_calls_at_the_same_time_have_their_own_ids_and_seeds(tmp_path: Path) -> None:
+    """SGLang refuses a second request with the id of one that is running."""
+    agent = agent_of(tmp_path, custom_agent=f"{FUNCTIONS}:two_drafts")
+    policy = Slow(agent.chat, ["one", "two"])
+    request = GroupRequest(9, Task("room", "train", 4), 2, Sampling(max_new_tokens=50), 5)
+    asyncio.run(asyncio.wait_for(agent.run(request, 1, environment=Described(), generate=policy), 30))
+    assert len(policy.rids) == len(set(policy.rids)) == 2
+    assert len({sampling.seed for sampling in policy.samplings}) == 2
 
 
 def test_args_show_the_config_under_slimes_names(tmp_path: Path) -> None:
