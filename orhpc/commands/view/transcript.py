@@ -22,25 +22,34 @@ def message_lines(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield one message: its role, content and tool calls."""
     yield f"--- {_heading(message)}"
     if reasoning := message.get("reasoning"):
-        yield f"(reasoning) {safe(reasoning)}"
+        yield f"(reasoning) {_text(reasoning)}"
     if content := message.get("content"):
-        yield safe(content)
+        yield _text(content)
     for call in message.get("tool_calls") or ():
         yield f"=> {_call(call)}"
     if message.get("metadata"):
-        yield f"(metadata) {safe(json.dumps(message['metadata'], ensure_ascii=False))}"
+        yield f"(metadata) {_text(message['metadata'])}"
 
 
 def _heading(message: Mapping[str, Any]) -> str:
     role = str(message.get("role"))
     parts = [f"{role} {message['name']}" if message.get("name") else role]
-    parts += [f"reward {message['reward']:g}"] if message.get("reward") is not None else []
+    reward = message.get("reward")
+    shown = f"{reward:g}" if isinstance(reward, int | float) else reward
+    parts += [f"reward {shown}"] if reward is not None else []
     parts += [f"error: {message['error']}"] if message.get("error") else []
     parts += [f"unfinished: {message['unfinished']}"] if message.get("unfinished") else []
     return safe(", ".join(parts))
 
 
-def _call(call: Mapping[str, Any]) -> str:
+def _call(call: Any) -> str:
+    if not isinstance(call, Mapping) or not {"error", "name"} & call.keys():
+        return _text(call)
     if "error" in call:
         return f"malformed call: {safe(str(call['error']))}"
-    return safe(f"{call.get('name')} {json.dumps(call.get('arguments'), ensure_ascii=False)}")
+    return safe(f"{call['name']} {json.dumps(call.get('arguments'), ensure_ascii=False)}")
+
+
+def _text(value: Any) -> str:
+    """A part of a message; a user's agent may write a list of parts, or the calls of another format."""
+    return safe(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

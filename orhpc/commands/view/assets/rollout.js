@@ -65,6 +65,9 @@ function sharedMessages(rollouts) {
   return count;
 }
 
+// A user's agent may write a list of parts instead of a text.
+const textOf = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
+
 function drawMessages(parent, messages) {
   for (const message of messages) {
     const box = make(parent, "div", { className: `message ${message.role === "assistant" ? "sampled" : "given"}` });
@@ -76,11 +79,12 @@ function drawMessages(parent, messages) {
       if (message[kind]) make(head, "span", { className: "tag bad" }, `${kind}: ${message[kind]}`);
     }
     if (message.reasoning) {
-      const folded = make(box, "details", { open: message.reasoning.length < 400 });
+      const reasoning = textOf(message.reasoning);
+      const folded = make(box, "details", { open: reasoning.length < 400 });
       make(folded, "summary", {}, "reasoning");
-      make(folded, "div", { className: "text faint" }, message.reasoning);
+      make(folded, "div", { className: "text faint" }, reasoning);
     }
-    if (message.content) make(box, "div", { className: "text" }, message.content);
+    if (message.content) make(box, "div", { className: "text" }, textOf(message.content));
     for (const call of message.tool_calls || []) drawCall(box, call);
     if (message.metadata && Object.keys(message.metadata).length) {
       make(box, "div", { className: "faint small" }, `metadata ${JSON.stringify(message.metadata)}`);
@@ -89,6 +93,10 @@ function drawMessages(parent, messages) {
 }
 
 function drawCall(parent, call) {
+  if (call === null || typeof call !== "object" || (call.error === undefined && call.name === undefined)) {
+    make(make(parent, "div", { className: "call" }), "div", { className: "text" }, textOf(call));
+    return;
+  }
   const malformed = call.error !== undefined;
   const box = make(parent, "div", { className: malformed ? "call bad" : "call" });
   make(box, "b", {}, malformed ? "malformed call" : call.name);

@@ -10,6 +10,7 @@ from orhpc.commands.cli import main
 from orhpc.commands.view.library import Library
 from orhpc.commands.view.text import show as show_library
 from orhpc.commands.view.tokens import TokenTexts
+from orhpc.commands.view.transcript import lines
 from orhpc.errors import RecordError
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import record_path, write_rollouts
@@ -83,3 +84,23 @@ def test_what_is_not_there_is_said(
 ) -> None:
     with pytest.raises(RecordError):
         show_library(Library(run, TokenTexts(None)), step, evaluation, rollout)
+
+
+def test_messages_of_a_user_s_agent_may_have_other_shapes() -> None:
+    """One rollout with a list of parts must not end ``orhpc report``, which shows it among others."""
+    parts = [{"type": "text", "text": "\x1b[31mred"}]
+    call = {"type": "function", "function": {"name": "open", "arguments": "{}"}}
+    message = {
+        "role": "assistant",
+        "content": parts,
+        "reasoning": parts,
+        "reward": "none",
+        "tool_calls": [call],
+    }
+    rollout = make_rollout(1, 0, 9)
+    rollout.messages = [message]
+    shown = "\n".join(lines(rollout))
+    assert shown.count("red") == 2
+    assert "reward none" in shown
+    assert '"name": "open"' in shown
+    assert "\x1b" not in shown
