@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def _row(summary: RolloutSummary, trained: TrainedRollout | None, version: int |
         "task": summary.task.id,
         "environment": summary.task.environment,
         "reward": summary.reward,
-        "advantage": None if trained is None else trained.advantage,
+        "advantage": None if trained is None or not isfinite(trained.advantage) else trained.advantage,
         "trained": trained is not None,
         "length": summary.length,
         "response_tokens": summary.response_tokens,
@@ -246,5 +247,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _encodable(messages: Any) -> Any:
-    """The messages without halves of characters, which JSON may have escaped and no file can hold."""
-    return json.loads(json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace"))
+    """The messages without what browsers cannot read: halves of characters, and numbers that JSON lacks.
+
+    The latter become text; a policy can write 1e999 in a tool call.
+    """
+    text = json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace")
+    return json.loads(text, parse_constant=str)

@@ -14,7 +14,7 @@ from orhpc.errors import OrhpcError
 from orhpc.launch.model import model_folder
 from orhpc.rundir import RunDir
 from orhpc.rundir.trained import TrainedRollout
-from orhpc.types import Rollout
+from orhpc.types import Float32Array, Rollout
 
 
 class TokenTexts:
@@ -77,13 +77,21 @@ def segments(rollout: Rollout, trained: TrainedRollout | None, texts: TokenTexts
         if not rollout.loss_mask_T[start]:
             found.append({"text": "".join(pieces[start:end]), "count": end - start})
             continue
-        engine = rollout.logprobs_T[start:end].astype(np.float64).round(5).tolist()
-        trainer: list[float | None] = [None] * (end - start)
+        engine = _numbers(rollout.logprobs_T[start:end])
+        trainer: list[Any] = [None] * (end - start)
         if trained is not None:
-            trainer = trained.logprobs_T[start:end].astype(np.float64).round(5).tolist()
+            trainer = _numbers(trained.logprobs_T[start:end])
         versions = rollout.versions_T[start:end].tolist()
         columns: list[list[Any]] = [pieces[start:end], ids[start:end], engine, trainer, versions]
         of_critic = () if trained is None else (trained.advantages_T, trained.values_T)
-        columns += [t[start:end].astype(np.float64).round(5).tolist() for t in of_critic if t is not None]
+        columns += [_numbers(t[start:end]) for t in of_critic if t is not None]
         found.append({"tokens": [list(token) for token in zip(*columns, strict=True)]})
     return found
+
+
+def _numbers(values_T: Float32Array) -> list[Any]:
+    """The values, rounded for a small page; None for NaN and infinity, which JSON lacks."""
+    rounded_T = values_T.astype(np.float64).round(5)
+    if np.isfinite(rounded_T).all():
+        return rounded_T.tolist()
+    return [value if np.isfinite(value) else None for value in rounded_T.tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from orhpc.commands.view.filter import Filter
 from orhpc.commands.view.library import Library
 from orhpc.commands.view.tokens import TokenTexts, segments
 from orhpc.errors import ConfigError, RecordError
-from orhpc.rundir.record import read_step
-from orhpc.rundir.trained import TrainedRollout
+from orhpc.rundir.record import RolloutFile, read_step, record_path, write_rollouts
+from orhpc.rundir.trained import TrainedRollout, write_trained
 from tests.unit.commands.view.kit import byte_tokenizer, library_of, make_run
 
 
@@ -162,3 +163,26 @@ def test_half_a_character_of_a_tool_call_is_shown_as_a_replacement(tmp_path: Pat
     library.record = lambda part, id: found  # type: ignore[method-assign]
     shown = json.dumps(library.rollout("step_2", name), ensure_ascii=False)
     assert "hi ?" in shown.encode("utf-8").decode()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_json_lacks_do_not_break_a_page(tmp_path: Path, number: float) -> None:
+    """A policy can write 1e999 in a tool call, and training can end in NaN."""
+    run = make_run(tmp_path)
+    folder = run.rollouts_of(2)
+    worker = record_path(folder, 1, 0)
+    with RolloutFile(worker) as record:
+        recorded = [record.rollout(row) for row in range(len(record))]
+    for rollout in recorded:
+        rollout.messages.append(
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": number}}]}
+        )
+    write_rollouts(worker, recorded)
+    write_trained(folder, {r.id: TrainedRollout(number, r.logprobs_T + number) for r in recorded})
+    library = library_of(run)
+    rows = library.rows("step_2")
+    rollout = library.rollout("step_2", rows[0]["id"])
+    json.dumps([rows, rollout], allow_nan=False)
+    assert rollout["messages"][-1]["tool_calls"][0]["arguments"]["x"] in ("NaN", "Infinity")
+    assert rollout["advantage"] is None
+    assert {token[3] for s in rollout["segments"] for token in s.get("tokens", ())} == {None}
