@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from orhpc.rundir.trained import TrainedRollout, read_trained
 from orhpc.types import Rollout, RolloutSummary
 
 _STEP, _EVALUATION = "step_", "evaluation_"
+_NAME = re.compile(f"(?:{_STEP}|{_EVALUATION})[0-9]+")
 _SNIPPET = 80
 """Characters shown on each side of a found text."""
 _CACHED = 8
@@ -156,7 +158,10 @@ class Library:
     def _read(self, part: str) -> _Part:
         """The part's rollouts and what training computed for them, read again only if the files changed."""
         folder = self._folder(part)
-        files = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.h5")))
+        try:
+            files = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.h5")))
+        except FileNotFoundError as error:  # removed meanwhile
+            raise RecordError(f"{error.filename}: no such file") from None
         if part in self._cache and self._cache[part][0] == files:
             self._cache.move_to_end(part)
             return self._cache[part][1]
@@ -167,9 +172,11 @@ class Library:
         return found
 
     def _folder(self, part: str) -> Path:
-        if part not in self.parts():
+        # Not by listing the parts: a search would take time quadratic in the steps.
+        folder = self._run.rollouts / part
+        if not _NAME.fullmatch(part) or not folder.is_dir():
             raise RecordError(f"{self._run.rollouts}: there is no {title_of(part)}")
-        return self._run.rollouts / part
+        return folder
 
 
 def step_of(part: str) -> int:

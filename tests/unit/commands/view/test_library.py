@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,42 @@ def test_numbers_that_json_lacks_do_not_break_a_page(tmp_path: Path, number: flo
     assert rollout["messages"][-1]["tool_calls"][0]["arguments"]["x"] in ("NaN", "Infinity")
     assert rollout["advantage"] is None
     assert {token[3] for s in rollout["segments"] for token in s.get("tokens", ())} == {None}
+
+
+def test_a_search_does_not_list_all_steps_once_per_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2000 steps, that took 16 seconds."""
+    library = library_of(make_run(tmp_path))
+    listed: list[str] = []
+    glob = Path.glob
+
+    def counted(path: Path, pattern: str) -> Iterator[Path]:
+        listed.extend([pattern] if path.name == "rollouts" else [])
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    assert len(found(library, "")) == 19
+    assert sorted(listed) == ["evaluation_*", "step_*"]
+
+
+@pytest.mark.parametrize("part", ["step_9", "../rollouts/step_1", "step_1/..", "step_", ""])
+def test_only_a_part_s_own_name_is_opened(tmp_path: Path, part: str) -> None:
+    with pytest.raises(RecordError, match="there is no"):
+        library_of(make_run(tmp_path, steps=1)).rows(part)
+
+
+def test_a_step_removed_while_it_is_searched_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by ``orhpc clean``, between the listing of a folder and the look at its files."""
+    library = library_of(make_run(tmp_path))
+    stat = Path.stat
+
+    def gone(path: Path, **options: Any) -> os.stat_result:
+        if path.suffix == ".h5" and path.parent.name == "step_2":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    assert {part for part, _ in found(library, "")} == {"step_1", "step_3", "evaluation_0"}
