@@ -126,8 +126,13 @@ def phases_of(event: Event) -> str:
 
 def _evaluated(event: dict[str, Any], name: str) -> str:
     """Format one split of an evaluation; failed rollouts count as the lowest score."""
-    failed, mean = event.get(f"failed/{name}", 0), f"{name} {event[f'reward_mean/{name}']:.3f}"
-    return f"{mean} ({failed:.0f} of {event[f'rollouts/{name}']:.0f} rollouts failed)" if failed else mean
+    mean, failed = (
+        f"{name} {number(event, f'reward_mean/{name}', '.3f')}",
+        number(event, f"failed/{name}", ".0f"),
+    )
+    if failed in ("-", "0"):
+        return mean
+    return f"{mean} ({failed} of {number(event, f'rollouts/{name}', '.0f')} rollouts failed)"
 
 
 def failures_of(event: dict[str, Any]) -> str:

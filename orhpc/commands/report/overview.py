@@ -133,9 +133,9 @@ def environments_of(steps: Sequence[Event]) -> list[tuple[str, ...]]:
     names = sorted({m.partition("/")[2] for m in metrics if m.startswith(("reward_mean/", "failed_"))})
     rows: list[tuple[str, ...]] = []
     for name in filter(None, names):
-        rewards = [s[f"reward_mean/{name}"] for s in steps if f"reward_mean/{name}" in s]
-        counts = (sum(s.get(f"{what}/{name}", 0) for s in steps) for what in FAILURE_COUNTS)
-        last = f"{rewards[-1]:.3f}" if rewards else "none was trained"
+        key = f"reward_mean/{name}"
+        last = next((_number(s, key) for s in reversed(steps) if key in s), "none was trained")
+        counts = (sum(_count(s, f"{what}/{name}") for s in steps) for what in FAILURE_COUNTS)
         rows.append((name, last, *(f"{count:.0f}" for count in counts)))
     return rows
 
@@ -165,6 +165,11 @@ def clock(seconds: float) -> str:
 def _number(event: Event, key: str = "reward_mean") -> str:
     value = event.get(key)
     return f"{value:.3f}" if isinstance(value, (int, float)) else "-"
+
+
+def _count(event: Event, key: str) -> float:
+    value = event.get(key)
+    return value if isinstance(value, (int, float)) else 0
 
 
 def _short(value: Any) -> str:

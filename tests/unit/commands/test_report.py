@@ -26,6 +26,7 @@ from orhpc.config.alarms import AlarmSettings, raised_alarms
 from orhpc.config.files import load_config
 from orhpc.launch.slurm import ledger
 from orhpc.rundir import RunDir
+from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import EventLog
 from orhpc.rundir.origin import PROVENANCE
 from orhpc.rundir.sealed import write_sealed
@@ -277,6 +278,19 @@ def test_environments_have_their_rewards_and_failures() -> None:
         ("b", "none was trained", "8", "0", "2"),
     ]
     assert environments_of([]) == []
+
+
+def test_a_mean_that_is_not_a_number_ends_no_reader(run: RunDir) -> None:
+    """Events have NaN and infinity as text."""
+    log = EventLog(run.events, 2)
+    log.write(
+        "step", step=4, steps=9, seconds=1.0, phases={}, **{"reward_mean/a": math.nan, "failed_groups/a": 2}
+    )
+    means = {"reward_mean/a": math.nan, "failed/a": 1.0, "rollouts/a": 8.0, "reward_mean/b": math.inf}
+    event = log.write("evaluation", step=4, seconds=1.0, **means)
+    log.close()
+    assert run_data(run)["environments"] == [("a", "-", "0", "0", "2")]
+    assert line_of(event) == "evaluation after step 4: a - (1 of 8 rollouts failed), b -"
 
 
 def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) -> None:
