@@ -6,6 +6,7 @@ import logging
 import netrc
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from orhpc.tracking.rows import Marks, Row
 log = logging.getLogger(__name__)
 _START_S = 60.0
 """Seconds to wait for W&B's server."""
+_CREATING = threading.Lock()
 
 
 class WeightsAndBiases:
@@ -124,6 +126,7 @@ def can_log_in() -> bool:
 def run_id(rundir: RunDir) -> str:
     """The W&B id of a run: created once, then the same for every attempt."""
     path = rundir.path / "wandb_id"
-    if not path.exists():
-        write_atomic(path, secrets.token_hex(8))
-    return path.read_text().strip()
+    with _CREATING:  # MLflow's thread asks for it too, and both must get the same
+        if not path.exists():
+            write_atomic(path, secrets.token_hex(8))
+        return path.read_text().strip()

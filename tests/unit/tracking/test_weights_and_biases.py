@@ -15,7 +15,7 @@ import pytest
 from orhpc.config.files import load_config
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events, steps_of
-from orhpc.tracking import Tracker
+from orhpc.tracking import Tracker, weights_and_biases
 from orhpc.tracking.rows import row_of
 
 PHASES = {"rollout": 1.0, "update": 0.5}
@@ -182,6 +182,26 @@ def test_the_run_works_without_wandb_installed(rundir: RunDir, monkeypatch: pyte
     (line,) = problems
     assert line.startswith("W&B does not work: ")
     assert "orhpc sync" in line
+
+
+def test_all_trackers_get_the_same_id(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks for it in its own thread; another id would continue another run in the next attempt."""
+    write, delays = weights_and_biases.write_atomic, iter((0.1, 0.3))
+
+    def slow(path: Path, text: str) -> None:
+        time.sleep(next(delays))
+        write(path, text)
+
+    monkeypatch.setattr(weights_and_biases, "write_atomic", slow)
+    ids: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: ids.append(weights_and_biases.run_id(rundir))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(ids)) == 1
 
 
 @pytest.mark.slow
