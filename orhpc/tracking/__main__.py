@@ -16,6 +16,7 @@ from typing import Any
 from orhpc.config import Config
 from orhpc.config.files import load_config, validate
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError, PreflightError, policy_of
+from orhpc.launch.checks.trackers import check_tracking_variable
 from orhpc.process.secrets import redact
 from orhpc.process.terminal import protect_process, safe
 from orhpc.rundir import RunDir
@@ -71,6 +72,8 @@ def _backends(config: Config, rundir: RunDir) -> Iterator[Backend]:
     if config.mlflow.enabled:
         if not tracking_uri(config):
             raise ConfigError("mlflow.uri: name a tracking server with --mlflow or in MLFLOW_TRACKING_URI")
+        if config.mlflow.uri is None:
+            check_tracking_variable()  # the address is stored with the marks: it must have no password
         yield Mlflow(config, rundir)
 
 

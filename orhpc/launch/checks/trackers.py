@@ -18,7 +18,7 @@ def check(config: Config) -> str:
     """
     enabled = {"tensorboard": config.tensorboard.enabled, "mlflow": config.mlflow.enabled}
     if config.mlflow.enabled and config.mlflow.uri is None:
-        _check_variable()
+        check_tracking_variable()
     if config.slurm.container.kind == "none" and config.slurm.python is None:
         for name, wanted in enabled.items():
             if wanted and importlib.util.find_spec(name) is None:
@@ -27,7 +27,8 @@ def check(config: Config) -> str:
     return ", ".join(names + [name for name, wanted in enabled.items() if wanted]) or "none is enabled"
 
 
-def _check_variable() -> None:
+def check_tracking_variable() -> None:
+    """Raise ConfigError, without repeating a password, if MLFLOW_TRACKING_URI names no MLflow server."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         raise ConfigError("mlflow.uri: name a tracking server here or in MLFLOW_TRACKING_URI")

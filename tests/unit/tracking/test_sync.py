@@ -60,6 +60,19 @@ def test_failures_are_one_line_each(
     assert str(ended.path) in line
 
 
+def test_a_password_in_mlflow_s_variable_is_neither_printed_nor_stored(
+    ended: RunDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended.config.write_text(
+        dump_config(load_config("configs/tiny.yaml", ["wandb.enabled=false", "mlflow.enabled=true"]))
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter22@127.0.0.1:9")
+    assert main(["sync", str(ended.path)]) == 2
+    output = capfd.readouterr()
+    assert "MLFLOW_TRACKING_URI: uri contains a user name or a password" in output.err
+    assert "hunter22" not in output.out + output.err
+
+
 def test_a_run_that_runs_is_left_to_its_own_trackers(
     ended: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
