@@ -64,7 +64,9 @@ class DetailsReader:
             return read_details(folder, step, self._settings) if 0 < size <= _MOST_BYTES else None
         except (OrhpcError, OSError, ImportError) as error:
             log.debug("no details of step %d: %s", step, error)
-            return None
+        except Exception as error:  # noqa: BLE001 - a record may have any message; the row must not wait for it
+            log.warning("no table and no histograms of step %d: %s: %s", step, type(error).__name__, error)
+        return None
 
 
 def read_details(folder: Path, step: int, settings: TrackingSettings) -> Details:
@@ -92,7 +94,9 @@ def read_details(folder: Path, step: int, settings: TrackingSettings) -> Details
         "train/advantages": np.array([t.advantage for t in trained.values()], np.float64),
         "mismatch/logprob_diffs": _differences(rollouts, trained),
     }
-    return Details(samples, {name: values for name, values in histograms.items() if len(values)})
+    # W&B and MLflow refuse a histogram with NaN or infinity, and the row with it.
+    finite = {name: values[np.isfinite(values)] for name, values in histograms.items()}
+    return Details(samples, {name: values for name, values in finite.items() if len(values)})
 
 
 def _spread(rollouts: Sequence[RolloutSummary], count: int) -> list[RolloutSummary]:

@@ -6,8 +6,11 @@ MLflow's client and store are the real ones; the store is a folder.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -16,8 +19,10 @@ from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events
+from orhpc.rundir.record import record_path, write_rollouts
+from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.tracking import Tracker
-from tests.unit.tracking.kit import reward_of, run_directory, write_steps
+from tests.unit.tracking.kit import reward_of, rollout, run_directory, write_steps
 
 OVERRIDES = ["wandb.enabled=false", "mlflow.enabled=true", "mlflow.experiment=trial"]
 
@@ -96,6 +101,26 @@ def test_a_server_that_is_away_costs_a_notice_and_no_row(
     attempt(rundir, 2, range(4, 5), "finished")
     points = store.get_metric_history(only_run(store).info.run_id, "reward/reward_mean")
     assert [p.step for p in points] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("messages", [[{"role": "assistant", "content": "x"}], ["no dictionary"]])
+def test_a_record_that_cannot_be_drawn_costs_no_row(
+    store: MlflowClient, tmp_path: Path, messages: list[Any]
+) -> None:
+    """Infinite log-probabilities, or what a user's agent wrote; the rows after it would wait forever."""
+    rundir = run_directory(tmp_path)
+    write_steps(rundir, 1, range(1, 4))
+    odd = replace(rollout(2, 0), messages=messages)
+    write_rollouts(record_path(rundir.rollouts_of(2), 1, 0), [odd], trained=[odd.id])
+    computed = TrainedRollout(1.0, np.full(6, -np.inf, np.float32))
+    write_trained(rundir.rollouts_of(2), {odd.id: computed})
+    problems: list[str] = []
+    own = Tracker(load_config("configs/tiny.yaml", OVERRIDES), rundir, problems.append)
+    own.catch_up(3)
+    own.close()
+    assert problems == []
+    points = store.get_metric_history(only_run(store).info.run_id, "reward/reward_mean")
+    assert [point.step for point in points] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
