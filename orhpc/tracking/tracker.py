@@ -19,7 +19,7 @@ from orhpc.tracking.feed import Feed
 from orhpc.tracking.mlflow import Mlflow
 from orhpc.tracking.rows import Row
 from orhpc.tracking.tensorboard import Tensorboard
-from orhpc.tracking.weights_and_biases import WeightsAndBiases
+from orhpc.tracking.weights_and_biases import WeightsAndBiases, switched_off
 
 log = logging.getLogger(__name__)
 _QUEUE = 10_000
@@ -75,7 +75,7 @@ class Tracker:
 def enabled(config: Config, rundir: RunDir, problem: Callable[[str], object]) -> list[Backend]:
     """The enabled trackers of a run."""
     found: list[Backend] = []
-    if config.wandb.enabled:
+    if config.wandb.enabled and not switched_off():
         found.append(WeightsAndBiases(config, rundir, warn=problem))
     if config.tensorboard.enabled:
         found.append(Tensorboard(rundir))

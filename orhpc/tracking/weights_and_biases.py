@@ -43,7 +43,7 @@ class WeightsAndBiases:
 
     def open(self) -> Marks:
         """Start W&B.  Rows that an earlier attempt sent to the server are not sent again."""
-        wanted = has_key() and os.environ.get("WANDB_MODE") != "offline"
+        wanted = has_key() and _mode() not in ("offline", "dryrun")
         if wanted or self._must_be_online:
             self._mode = "online"
             try:
@@ -105,6 +105,15 @@ class WeightsAndBiases:
 
     def close(self, end: str) -> None:
         self._run.finish()
+
+
+def switched_off() -> bool:
+    """Whether the environment switches W&B off, whatever the config says."""
+    return _mode() == "disabled"
+
+
+def _mode() -> str:
+    return os.environ.get("WANDB_MODE", "").lower()
 
 
 def has_key() -> bool:

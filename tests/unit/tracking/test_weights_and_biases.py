@@ -204,6 +204,26 @@ def test_all_trackers_get_the_same_id(rundir: RunDir, monkeypatch: pytest.Monkey
     assert len(set(ids)) == 1
 
 
+@pytest.mark.parametrize(
+    ("mode", "started"),
+    [("disabled", []), ("offline", ["offline"]), ("dryrun", ["offline"]), ("online", ["online"])],
+)
+def test_wandb_s_own_switch_counts(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, mode: str, started: list[str]
+) -> None:
+    fake, modes = FakeWandb(), list[str]()
+    init = fake.init
+    monkeypatch.setattr(fake, "init", lambda **words: (modes.append(words["mode"]), init())[1])
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
+    own.log(step_event(1, 0.5))
+    own.close()
+    assert modes == started
+    assert len(fake.rows) == len(started)
+
+
 @pytest.mark.slow
 def test_an_unreachable_server_leaves_the_data_in_the_run_directory(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
