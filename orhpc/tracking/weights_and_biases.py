@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from orhpc.config import Config
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.tracking.details import COLUMNS, Details
-from orhpc.tracking.rows import Marks, Row
+from orhpc.tracking.rows import NO_STEP, Marks, Row
 
 log = logging.getLogger(__name__)
 _START_S = 60.0
@@ -35,6 +35,10 @@ class WeightsAndBiases:
         self._must_be_online = must_be_online
         self._mode: Literal["online", "offline"] = "offline"
         self._run: Any = None
+        self._stored = NO_STEP
+        """The server's newest step when this attempt connected; it refuses more rows of this step."""
+        self._continues = False
+        """Whether that is the step from which this attempt continues."""
 
     @property
     def target(self) -> str:
@@ -77,8 +81,8 @@ class WeightsAndBiases:
             config=self._config.model_dump(mode="json"),
             settings=wandb.Settings(silent=True, console="off", init_timeout=_START_S),
         )
-        newest = int(getattr(self._run, "starting_step", 0) or 0) - 1
-        return Marks(newest, newest)
+        self._stored = int(getattr(self._run, "starting_step", 0) or 0) - 1
+        return Marks(self._stored, self._stored)
 
     def _leave(self) -> None:
         """End W&B's service, which still holds the run's id after a failed start."""
@@ -87,7 +91,8 @@ class WeightsAndBiases:
         wandb.teardown()
 
     def resume(self, marks: Marks) -> None:
-        """Nothing to do: W&B merges rows of one step, and refuses rows before its newest."""
+        """W&B merges rows of one step until the run ends, and then refuses all but those of later steps."""
+        self._continues = marks.step == self._stored
 
     def write(self, row: Row, details: Details | None) -> None:
         values: dict[str, Any] = dict(row.metrics)
@@ -98,7 +103,9 @@ class WeightsAndBiases:
             if details.samples:
                 samples: Any = details.samples
                 values["samples"] = wandb.Table(columns=list(COLUMNS), data=samples)
-        self._run.log(values, step=row.step)
+        # An attempt that was stopped during an evaluation has only stored the step's own row.
+        late = row.evaluation and self._continues and row.step == self._stored
+        self._run.log(values, step=row.step + late)
 
     def alert(self, text: str, step: int) -> None:
         self._run.alert(title="orhpc", text=text, wait_duration=600)

@@ -124,6 +124,24 @@ def test_rows_on_the_server_are_not_sent_again(rundir: RunDir, monkeypatch: pyte
     assert fake.rows[2][1]["eval/reward_mean/letters/test"] == 0.5
 
 
+@pytest.mark.parametrize(("starting_step", "shown_at"), [(0, 3), (4, 4), (6, 3)])
+def test_an_evaluation_of_the_step_at_which_the_last_attempt_was_stopped_is_kept(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, starting_step: int, shown_at: int
+) -> None:
+    """W&B refuses rows of a step that an earlier attempt has stored: here step 3, or steps done again."""
+    fake = FakeWandb(starting_step=starting_step)
+    log = EventLog(rundir.events, 1)
+    for step in range(1, 4):
+        log.write("step", step=step, steps=9, seconds=2.0, phases=PHASES, reward_mean=0.5)
+    log.close()
+    own = tracker(rundir, fake, monkeypatch)
+    own.catch_up(3)
+    own.log(step_event(3, 0.5, "evaluation"))
+    own.log(step_event(4, 0.5))
+    own.close()
+    assert [step for step, row in fake.rows if "eval/reward_mean" in row] == [shown_at]
+
+
 def test_a_row_has_the_event_s_values(rundir: RunDir) -> None:
     attempt(rundir, 1, range(1, 2))
     step, evaluation = (row_of(event) for event in read_events(rundir.events))
