@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,7 @@ def failure_line(event: dict[str, Any]) -> str:
     return f"{event.get('kind') or event['event'].replace('_', ' ')}: {event['error']}"
 
 
-def parse_lines(
-    lines: Iterator[str] | list[str], loads: Callable[[str], Any] = json.loads
-) -> Iterator[dict[str, Any]]:
+def parse_lines(lines: Iterable[str], loads: Callable[[str], Any] = json.loads) -> Iterator[dict[str, Any]]:
     """Parse event lines; skip incomplete ones and those of attempts that a newer one replaced.
 
     ``loads``: the JSON parser.
@@ -142,11 +140,16 @@ def read_events(path: Path, loads: Callable[[str], Any] = json.loads) -> list[di
 
     ``loads``: the JSON parser, for readers that have a faster one.
     """
+    return list(each_event(path, loads))
+
+
+def each_event(path: Path, loads: Callable[[str], Any] = json.loads) -> Iterator[dict[str, Any]]:
+    """Yield what :func:`read_events` returns; 100,000 steps in a list take 2 GB of memory."""
     try:
         with path.open(encoding="utf-8", errors="replace") as stream:
-            return list(parse_lines(list(stream), loads))
+            yield from parse_lines(stream, loads)
     except FileNotFoundError:
-        return []
+        return
 
 
 def last_events(path: Path, most_bytes: int = 1 << 18) -> list[dict[str, Any]]:

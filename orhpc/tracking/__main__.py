@@ -20,7 +20,7 @@ from orhpc.launch.checks.trackers import check_tracking_variable
 from orhpc.process.secrets import redact
 from orhpc.process.terminal import protect_process, safe
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import read_events
+from orhpc.rundir.events import each_event, last_events
 from orhpc.tracking.backend import Backend, read_marks
 from orhpc.tracking.details import DetailsReader
 from orhpc.tracking.feed import Feed
@@ -80,13 +80,14 @@ def _backends(config: Config, rundir: RunDir) -> Iterator[Backend]:
 def _send(backend: Backend, config: Config, rundir: RunDir) -> int:
     """Send what one tracker lacks, print a line about it, and return the exit code."""
     feed = Feed(backend, rundir, DetailsReader(rundir, config.tracking))
-    events = read_events(rundir.events)
     try:
         _require(backend)
         count = 0
         # Without a look at the marks, every call would leave an empty file of TensorBoard.
-        if not backend.durable or rows_after(read_marks(rundir, backend.key, backend.target), events):
+        known = read_marks(rundir, backend.key, backend.target)
+        if not backend.durable or rows_after(known, each_event(rundir.events)):
             count = feed.sync()
+            events = last_events(rundir.events)
             feed.close(str(events[-1]["event"]) if events else "")
     except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises
         reason = redact(" ".join(str(error).split()))[:300] or type(error).__name__

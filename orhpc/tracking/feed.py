@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import read_events
+from orhpc.rundir.events import each_event
 from orhpc.tracking.backend import Backend, read_marks, write_marks
 from orhpc.tracking.details import DetailsReader
 from orhpc.tracking.rows import Marks, Row, rows_after
@@ -53,7 +53,7 @@ class Feed:
         if self._from is not None:
             self._set(self._marks.until(self._from))
             self._from = None
-        rows = rows_after(self._marks, read_events(self._rundir.events), self._newest)
+        rows = rows_after(self._marks, each_event(self._rundir.events), self._newest)
         for row in rows:
             self._write(row)
         return len(rows)

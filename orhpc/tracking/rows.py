@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orhpc.rundir.events import steps_of
 from orhpc.rundir.metrics import tracker_name
 
 NO_STEP = -1
@@ -47,19 +46,23 @@ class Marks:
         """These marks without rows after a step."""
         return Marks(min(self.step, step), min(self.evaluation, step))
 
-    def has(self, row: Row) -> bool:
-        return row.step <= (self.evaluation if row.evaluation else self.step)
+    def has(self, step: int, *, evaluation: bool) -> bool:
+        return step <= (self.evaluation if evaluation else self.step)
 
 
-def rows_after(marks: Marks, events: Sequence[dict[str, Any]], last: int | None = None) -> list[Row]:
+def rows_after(marks: Marks, events: Iterable[Mapping[str, Any]], last: int | None = None) -> list[Row]:
     """Rows that a tracker with these marks does not have, in order; a repeated step counts as it was last.
 
     ``last``: newest step wanted; None: all.
     """
-    evaluations = {e["step"]: e for e in events if e["event"] == "evaluation" and "step" in e}
-    rows = [Row.of(event) for event in (*steps_of(list(events)).values(), *evaluations.values())]
-    wanted = [row for row in rows if not marks.has(row) and (last is None or row.step <= last)]
-    return sorted(wanted, key=lambda row: (row.step, row.evaluation))
+    wanted: dict[tuple[int, bool], Row] = {}
+    for event in events:
+        if event["event"] not in ("step", "evaluation") or "step" not in event:
+            continue
+        step, evaluation = event["step"], event["event"] == "evaluation"
+        if not marks.has(step, evaluation=evaluation) and (last is None or step <= last):
+            wanted[step, evaluation] = Row.of(event)
+    return [row for _, row in sorted(wanted.items())]
 
 
 def row_of(event: Mapping[str, Any]) -> dict[str, float]:
