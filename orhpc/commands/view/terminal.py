@@ -139,21 +139,30 @@ class ListScreen(Screen[None]):
     @work(thread=True, exclusive=True)
     def _search(self, wanted: Filter) -> None:
         found: list[tuple[str, dict[str, Any]]] = []
-        for answer in self._library.search(wanted):
-            if "row" in answer:
-                found.append((answer["part"], answer["row"]))
-            else:
-                said = f"{len(found)} found in {answer['searched']} of {answer['of']} steps and evaluations"
-                self.app.call_from_thread(self._say, said)
-            if len(found) >= _MOST_FOUND:
-                break
+        try:
+            for answer in self._library.search(wanted):
+                if "row" in answer:
+                    found.append((answer["part"], answer["row"]))
+                else:
+                    said = (
+                        f"{len(found)} found in {answer['searched']} of {answer['of']} steps and evaluations"
+                    )
+                    self.app.call_from_thread(self._say, said)
+                if len(found) >= _MOST_FOUND:
+                    break
+        except OrhpcError as error:
+            self.app.call_from_thread(self._say, str(error))
         self.app.call_from_thread(self._list, found)
 
     def action_group(self) -> None:
         """Show the chosen rollout's group side by side."""
         if (chosen := self._chosen()) is not None:
             part, row = chosen
-            names = [r["id"] for r in self._library.rows(part) if r["group"] == row["group"]]
+            try:
+                names = [r["id"] for r in self._library.rows(part) if r["group"] == row["group"]]
+            except OrhpcError as error:
+                self._say(str(error))
+                return
             self.app.push_screen(GroupScreen(self._library, part, names))
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
@@ -227,10 +236,15 @@ class RolloutScreen(Screen[None]):
 
     def action_move(self, by: int) -> None:
         """Go to another rollout of the group."""
-        rows = self._library.rows(self._part)
-        group = next(row["group"] for row in rows if row["id"] == self._id)
+        try:
+            rows = self._library.rows(self._part)
+        except OrhpcError as error:
+            self.query_one("#text", Static).update(Text(safe(str(error))))
+            return
+        group = next((row["group"] for row in rows if row["id"] == self._id), None)
         names = [row["id"] for row in rows if row["group"] == group]
-        self._id = names[(names.index(self._id) + by) % len(names)]
+        if names:  # else the step was done again meanwhile, with other rollouts
+            self._id = names[(names.index(self._id) + by) % len(names)]
         self._draw()
 
     def _draw(self) -> None:

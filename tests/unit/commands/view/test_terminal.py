@@ -11,6 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from orhpc.commands.view.terminal import Viewer
+from orhpc.errors import StorageRefused
 from tests.unit.commands.view.kit import library_of, make_run
 
 Play = Callable[[Viewer, Pilot[int]], Awaitable[None]]
@@ -88,3 +89,31 @@ def test_a_filter_searches_all_steps_and_a_wrong_one_is_said(play: Callable[[Pla
         assert "6 found in 4 of 4" in shown(app, "title")
 
     play(act)
+
+
+def test_a_step_that_cannot_be_read_any_more_does_not_end_the_viewer(tmp_path: Path) -> None:
+    """The run goes on while it is read: a step is done again, or the filesystem refuses to read."""
+    library = library_of(make_run(tmp_path))
+
+    def refused(*_: object) -> None:
+        raise StorageRefused("the filesystem does not answer")
+
+    async def played() -> None:
+        app = Viewer(library)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            await pilot.press("enter")
+            library.rows = lambda part: []  # type: ignore[method-assign]
+            await pilot.press("right")
+            library.rows = library._matches = refused  # type: ignore[method-assign,assignment]
+            await pilot.press("right")
+            assert "the filesystem does not answer" in shown(app, "text")
+            await pilot.press("escape", "g")
+            assert "the filesystem does not answer" in shown(app, "title")
+            app.screen._say("")  # type: ignore[attr-defined]
+            await pilot.press("slash", "enter")
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            assert "the filesystem does not answer" in shown(app, "title")
+
+    asyncio.run(played())
