@@ -17,7 +17,7 @@ from orhpc.launch.slurm import back_off, holder, ledger, scheduler
 from orhpc.launch.sweep.sweep import is_sweep
 from orhpc.models.folders import is_hub_name
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import read_events
+from orhpc.rundir.events import last_events
 
 
 def jobs(rundir: RunDir) -> list[tuple[str, str]]:
@@ -69,7 +69,7 @@ class Standing:
 def _none_left(rundir: RunDir, what: str) -> str:
     outcomes = ledger.known(rundir)
     last = outcomes[-1] if outcomes else None
-    ended = any(event["event"] == "finished" for event in read_events(rundir.events)[-1:])
+    ended = any(event["event"] == "finished" for event in last_events(rundir.events)[-1:])
     if ended or (last is not None and last.reason is ledger.Reason.FINISHED):
         why = "it is finished"
     elif last is not None and (spent := last.given_up or ledger.exhausted(outcomes, last.chain or "")):

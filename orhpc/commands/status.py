@@ -16,7 +16,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
 from orhpc.rundir.event_lines import BUDGETS, lowered_budget, number, spares_of
-from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
+from orhpc.rundir.events import FAILURES, each_event, failure_line, steps_of
 from orhpc.rundir.origin import describe, provenance
 
 Event = dict[str, Any]
@@ -27,6 +27,8 @@ _MEANING = {
     State.UNKNOWN: "not known: SLURM does not answer here",
 }
 """States that need more than their name."""
+_OF_STEPS = ("event", "time", "attempt", "step", "steps", "seconds", "phases", "reward_mean")
+"""Fields of a step's event that are shown, or that the account of the time needs."""
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,7 @@ def status(options: argparse.Namespace) -> int:
     run = existing_run(options.run_dir)
     if options.ledger:
         return print_balance(run, as_json=options.json)
-    events = read_events(run.events)
+    events = [_kept(event) for event in each_event(run.events)]
     standing = jobs.Standing.of(run)
     state = judge(run, events, standing.active, answered=standing.answered)
     steps = [event for _, event in sorted(steps_of(events).items())]
@@ -77,6 +79,13 @@ def status(options: argparse.Namespace) -> int:
     for line in jobs.describe(run, standing):
         print(line)
     return EXIT_OK
+
+
+def _kept(event: Event) -> Event:
+    """An event without the metrics that are not shown; of 100,000 steps they would take 2 GB of memory."""
+    if event["event"] != "step":
+        return event
+    return {key: event[key] for key in _OF_STEPS if key in event}
 
 
 def _about(

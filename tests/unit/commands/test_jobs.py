@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,25 @@ def test_status_begins_with_what_the_run_is_doing(
     assert capsys.readouterr().out.splitlines()[0] == f"{run.path}: {first}"
     assert main(["status", "--json", str(run.path)]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["state"] == state
+
+
+def test_status_of_a_long_run_keeps_little_of_it_in_memory(run: RunDir) -> None:
+    """Of 100,000 steps it took 34 s and 3 GB."""
+    step = {
+        "event": "step",
+        "time": 5.0,
+        "attempt": 2,
+        "steps": 999,
+        "seconds": 2.0,
+        "phases": {"update": 1.0},
+    }
+    step |= {f"metric_{i}": i / 7 for i in range(100)}
+    run.events.write_text("".join(f"{json.dumps(step | {'step': n, 'time': n})}\n" for n in range(1, 1001)))
+    tracemalloc.start()
+    assert main(["status", str(run.path)]) == EXIT_OK
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * run.events.stat().st_size  # most of it is the config
 
 
 def test_status_reports_a_lowered_token_budget(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
