@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from orhpc.errors import ConfigError, RunDirBusy, StorageRefused
 from orhpc.process.access import Access, apply_access, folder_mode
@@ -38,6 +38,8 @@ MANIFEST = "manifest.json"
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Error numbers of ``flock`` on Lustre mounted without locks, and on NFS without a lock manager."""
+_READERS_S = 0.2
+"""Seconds in which :meth:`RunDir.lock_holder` of any command surely ends."""
 COMMIT_NAME = re.compile(r"step_(\d+)\.a(\d+)")
 
 
@@ -244,7 +246,7 @@ class RunDir:
         """
         lock = (self.path / "lock").open("a+")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_alone(lock)
         except BlockingIOError:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
@@ -262,6 +264,24 @@ class RunDir:
             yield
         finally:
             lock.close()
+
+
+def _lock_alone(lock: TextIO) -> None:
+    """Lock a file; wait a moment for readers, which hold a lock while they look whether there is a holder.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the filesystem refuses a lock, or has none.
+    """
+    end = time.monotonic() + _READERS_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.02)
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -335,3 +337,15 @@ def test_a_restart_in_place_continues_from_its_own_commits(tmp_path: Path) -> No
     four = commit(run, 4, attempt, b"damaged later")
     assert commit(run, 4, attempt, b"done again") == four
     assert commits.newest_intact(run)[0] == four
+
+
+def test_a_command_that_looks_for_the_holder_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    """``orhpc status`` and ``orhpc runs`` hold a shared lock for an instant."""
+    rundir = RunDir(tmp_path)
+    with rundir.locked():
+        pass
+    reader = (tmp_path / "lock").open()
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    threading.Timer(0.05, reader.close).start()
+    with rundir.locked():
+        assert rundir.lock_holder() is not None
