@@ -69,20 +69,24 @@ class Mlflow:
         found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run_id(self._rundir)}'", max_results=1)
         self._run = found[0].info.run_id if found else self._create(number)
         self._tables = json.loads(found[0].data.tags.get("mlflow.loggedArtifacts", "[]")) if found else []
+        if not found or not found[0].data.params:  # the call that created the run may have been its last
+            self._write_settings()
         if found:
             self._client.update_run(self._run, status="RUNNING")
         return Marks()
 
     def _create(self, experiment: str) -> str:
-        from mlflow.entities import Param
-
         tags = {_TAG: run_id(self._rundir), "orhpc.run_directory": str(self._rundir.path)}
         created = self._client.create_run(experiment, run_name=self._config.run.name, tags=tags)
+        return created.info.run_id
+
+    def _write_settings(self) -> None:
+        from mlflow.entities import Param
+
         settings = dict(leaves(self._config.model_dump(mode="json"))).items()
         params = [Param(_key(k), str(v)[:_MOST_CHARACTERS]) for k, v in settings]
         for start in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(created.info.run_id, params=params[start : start + _MOST_PARAMS])
-        return created.info.run_id
+            self._client.log_batch(self._run, params=params[start : start + _MOST_PARAMS])
 
     def resume(self, marks: Marks) -> None:
         """Nothing to do: MLflow cannot remove points; of a repeated step it shows both."""

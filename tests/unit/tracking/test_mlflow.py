@@ -123,6 +123,24 @@ def test_a_record_that_cannot_be_drawn_costs_no_row(
     assert [point.step for point in points] == [1, 2, 3]
 
 
+def test_settings_that_a_server_refused_are_written_by_the_next_attempt(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has been created by then, and is found again."""
+    rundir = run_directory(tmp_path)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("the server went away")
+
+    with monkeypatch.context() as away:
+        away.setattr(MlflowClient, "log_batch", refused)
+        attempt(rundir, 1, range(1, 2), "stopped")
+    attempt(rundir, 2, range(2, 3), "finished")
+    run = only_run(store)
+    assert run.data.params["train.lr"] == "0.003"
+    assert [p.step for p in store.get_metric_history(run.info.run_id, "reward/reward_mean")] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
