@@ -58,14 +58,15 @@ pytest_into() {
 # Most tests keep one core busy, so two run at a time.  Those of Megatron have their own processes, because
 # importing megatron-core changes how torch compiles and unpickles.  A run takes the whole machine; the clusters of
 # tests/slurm have their own namespaces and mostly wait for timers, so they run at the same time as the other runs.
+# The commands of the documentation follow them, so that both halves take about as long.
 everything() {
-  local failed=0 clusters logs
+  local failed=0 clusters logs pages=tests/first_day/test_documentation.py
   logs=$(mktemp -d)
   pytest_into "$logs/megatron" -n 2 --dist loadfile tests/megatron || failed=1
   pytest_into "$logs/unit" -n 2 --dist loadfile tests/unit tests/faults tests/docs tests/protocol || failed=1
-  pytest_into "$logs/clusters" tests/slurm tests/security tests/browser >/dev/null </dev/null &
+  pytest_into "$logs/clusters" tests/slurm tests/security tests/browser $pages >/dev/null </dev/null &
   clusters=$!
-  pytest_into "$logs/runs" tests/first_day tests/local || failed=1
+  pytest_into "$logs/runs" tests/first_day tests/local --ignore=$pages || failed=1
   wait $clusters || failed=1
   cat "$logs/clusters"
   grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
