@@ -26,6 +26,7 @@ from orhpc.config.environment import BUNDLED
 from orhpc.errors import EXIT_CONFIG, ConfigError, UserCodeError
 from orhpc.process.garbage import freeze_garbage
 from orhpc.process.keyed_server import require_key_of_uvicorn
+from orhpc.process.parent import parent_of_server
 from orhpc.process.ports import inherited_socket
 from orhpc.process.terminal import protect_process
 from orhpc.process.user_code import user_error
@@ -34,12 +35,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """End this process when its parent process ends, for whatever reason (Linux).
+    """End this process when its parent process ends or has ended, for whatever reason (Linux).
 
     The kernel also sends the signal when only the thread that started this process ends, e.g. a thread of a
     pool; then the parent process still exists, and this process continues.
     """
-    parent = os.getppid()
+    parent = parent_of_server()
 
     def parent_ended(*_: object) -> None:
         if os.getppid() != parent:
