@@ -3,17 +3,20 @@
     python tests/gpu/sleep_race.py [--gpus 2] [--seconds 100] [--load 32]
 
 Two SGLang servers of a small mixture of experts use the same GPUs, each with tensor and expert parallelism
-over all of them. Both do the same rounds: requests are aborted at a random moment, as at the end of a
-rollout; the cache is flushed; all memory is released and allocated again; the weights are loaded from the
-disk. One server has been prepared by :mod:`orhpc.rollout.engines.sglang_sleep`. Prints how many rounds each
-has survived; exit 1 if the prepared one has ended.
+over all of them, while another process multiplies matrices on each. Both do the same rounds: requests are
+aborted at a random moment, as at the end of a rollout; the cache is flushed; all memory is released and
+allocated again; the weights are loaded from the disk. One server has been prepared by
+:mod:`orhpc.rollout.engines.sglang_sleep`. Prints how many rounds each has survived; exit 1 if the prepared
+one has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu.recovery_two_gpus import BUSY  # noqa: E402
 from orhpc.errors import OrhpcError  # noqa: E402
 from orhpc.rollout.client import EngineClient  # noqa: E402
 from orhpc.rollout.engines.sglang_command import SLEEPER  # noqa: E402
@@ -91,12 +95,18 @@ def main() -> int:
     sizes = {"memory_fraction": 0.4, "max_running": 64, "extra": {"max_total_tokens": 65536}}
     config = engine_config(tp=options.gpus, ep=options.gpus, **sizes)
     servers: list[Any] = []
+    busy: list[subprocess.Popen[bytes]] = []
     try:
         for name in ("unprepared", "prepared"):  # one after the other: each measures the free memory
             servers.append(start_engine(name, config, folder, KEY, shares=True))
             asyncio.run(servers[-1].wait_ready(240.0))
+        for gpu in range(options.gpus):
+            there = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+            busy.append(subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.DEVNULL, env=there))
         return asyncio.run(race([server.url for server in servers], folder, options))
     finally:
+        for process in busy:
+            process.kill()
         for server in servers:
             server.stop()
 
