@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,28 @@ class UpdateLimit:
         if self._is_first or not self._longest_s:
             return f"{limit}, the limit of the first update after a start"
         return f"{limit}; the longest update so far took {self._longest_s:.1f} s"
+
+
+class Stopwatch:
+    """Seconds in which this process has run: while a job is suspended the clock goes on, but nothing hangs.
+
+    ``pause_s``: what counts at most between two looks; a longer pause is that of a suspended job.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._counted, self._last = 0.0, time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        now = time.monotonic()
+        self._counted += min(now - self._last, self._pause_s)
+        self._last = now
+        return self._counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ COLLECTIVE_TIMEOUT_S = 900.0
 """Maximum seconds that ranks wait for each other in a collective."""
 ANSWER_S = 30.0
 """Seconds without an answer after which a rank counts as stuck or dead."""
-_LONGEST_POLL_S = 5 * POLL_S
-"""What counts of the time between two polls: longer ones are those of a suspended job."""
 _AS_LONG_AS_IT_TAKES = frozenset({"build", "restore", "restore_copy", "export_hf", "step", "send_weights"})
 """Calls that load or write a model, and those that have limits of their phases."""
 RECOVERY_S = 60.0
@@ -256,7 +254,7 @@ class Trainers:
             StopRequested: ``stop`` became true before the first optimizer step.
             TrainerHangs: the update takes too long.
         """
-        folder, tokens, elapsed, last = str(traces or ""), plan.tokens, 0.0, time.monotonic()
+        folder, tokens, elapsed = str(traces or ""), plan.tokens, hang.Stopwatch(5 * POLL_S)
         limit = float("inf") if folder else self._limit.seconds(tokens)  # tracing slows an update down
         # Ray passes every rank the list itself, from one copy in its object store.
         minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
@@ -267,13 +265,11 @@ class Trainers:
                 control = self.ranks[0].request_stop.options(concurrency_group=CONTROL)
                 await call(control.remote(), "trainer request_stop", 30.0)
                 asked = True  # a rank that hangs does not stop
-            # While a job is suspended its clock goes on, but nothing hangs.
-            elapsed, last = elapsed + min(time.monotonic() - last, _LONGEST_POLL_S), time.monotonic()
-            if elapsed > limit:
+            if elapsed.seconds() > limit:
                 stepping.cancel()
                 raise await self._hang(f"the update of step {step + 1}", self._limit.why(tokens))
         metrics = (await stepping)[0]
-        self._limit.note(tokens, elapsed + min(time.monotonic() - last, _LONGEST_POLL_S))
+        self._limit.note(tokens, elapsed.seconds())
         return metrics | await self._compare_paces()
 
     async def _compare_paces(self) -> dict[str, float]:
@@ -298,17 +294,16 @@ class Trainers:
         """
         sending = asyncio.ensure_future(self.all(TrainerRank.send_weights, plan))
         limit, pause = 2 * plan.timeout_s, plan.timeout_s / 4
-        reached, waited, last = cast(int | None, None), 0.0, time.monotonic()
+        reached, waited = cast(int | None, None), hang.Stopwatch(2 * pause)
         try:
             while not (await asyncio.wait([sending], timeout=pause))[0]:
-                waited, last = waited + min(time.monotonic() - last, 2 * pause), time.monotonic()
                 progress = await self._sync_progress()
                 if progress != reached:
-                    reached, waited = progress, 0.0
-                elif waited > limit:
-                    raise await self._hang(
-                        "a bucket of the weight sync", f"{limit:g} s, engine.sync_timeout_s"
-                    )
+                    reached = progress
+                    waited.restart()
+                elif waited.seconds() > limit:
+                    why = f"{limit:g} s, engine.sync_timeout_s"
+                    raise await self._hang("a bucket of the weight sync", why)
             return await sending
         finally:
             sending.cancel()

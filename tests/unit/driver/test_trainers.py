@@ -89,7 +89,7 @@ def test_the_time_of_a_suspension_is_no_time_of_an_update(monkeypatch: pytest.Mo
     noted: list[float] = []
     monkeypatch.setattr(limit, "note", lambda tokens, seconds: noted.append(seconds))
     monkeypatch.setattr(module.ray, "put", lambda value: value)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(module.hang, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(trainers, "all", suspended)
     plan: Any = SimpleNamespace(tokens=10, minibatches=())
     assert asyncio.run(trainers.step(plan, step=1)) == {"loss": 1.0}
