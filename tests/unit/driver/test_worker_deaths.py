@@ -19,7 +19,7 @@ from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import record_path
 from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Task
-from tests.unit.rollout.test_producer import request_of
+from tests.unit.rollout.producer_kit import request_of
 
 
 class Method:

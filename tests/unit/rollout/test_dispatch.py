@@ -14,7 +14,7 @@ from orhpc.errors import WorkerDied, WorkerFails
 from orhpc.rollout.dispatch import KILLED_WORKERS, Dispatch, run_all
 from orhpc.rollout.producer import Producer
 from orhpc.types import GroupRequest, PromptGroup, RolloutEnd
-from tests.unit.rollout.test_producer import (
+from tests.unit.rollout.producer_kit import (
     TASKS,
     ScriptedWorker,
     both_rewards,

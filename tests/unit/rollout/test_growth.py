@@ -15,7 +15,7 @@ from orhpc.rollout.tasks import TaskSequence, TaskStream
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import RolloutFile, write_rollouts
 from orhpc.types import FinishReason, Rollout, RolloutEnd, Task, Turn
-from tests.unit.rollout.test_producer import TASKS, ScriptedWorker, both_rewards, collect_step, settings_of
+from tests.unit.rollout.producer_kit import TASKS, ScriptedWorker, both_rewards, collect_step, settings_of
 
 
 @pytest.mark.parametrize("groups", [16, 256])
