@@ -89,7 +89,7 @@ def test_incompatible_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_starlette_release_that_bypasses_the_key_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.metadata.version
-    versions = {"starlette": "1.0.0", "sglang": "0.5.16"}
+    versions = {"starlette": "1.0.0", "sglang": "0.5.16", "torch-memory-saver": "0.0.9"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or installed(name))
     missing, wrong = doctor.missing_and_wrong("orhpc", "sglang")
     assert missing == [] and wrong == ["starlette 1.0.0 (wants >=1.0.1)"]

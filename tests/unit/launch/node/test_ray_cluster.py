@@ -79,9 +79,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayNode, st
 
 
 def ask(address: str, method: str, token: str | None) -> str:
-    """Send Ray's GCS an empty request from a process without its variables; returns the answer's status."""
+    """Send Ray's GCS an empty request from a process without its variables; returns the answer's status.
+
+    A client that has not ended in time got no answer: ``DEADLINE_EXCEEDED``, as after its own deadline.
+    """
     code = """
-import grpc, json, sys
+import grpc, json, os, sys
 address, method, token = json.loads(sys.argv[1])
 ask = grpc.insecure_channel(address).stream_stream(method)
 try:
@@ -89,9 +92,15 @@ try:
     print("OK")
 except grpc.RpcError as error:
     print(error.code().name)
+sys.stdout.flush()
+os._exit(0)  # grpc's threads can keep the interpreter from ending
 """
     arguments = [sys.executable, "-c", code, json.dumps([address, method, token])]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    except subprocess.TimeoutExpired:
+        return "DEADLINE_EXCEEDED"
+    return done.stdout.strip()
 
 
 NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
