@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,25 @@ def empty_model(
         raise _unusable(config, "model.path", error) from error
     if packed:
         _adapt(model, config)
+    _keep_buffers(model)
     return model
+
+
+def _keep_buffers(model: PreTrainedModel) -> None:
+    """Keep buffers of checkpoints in float32, in this model and in those of its class that are loaded later.
+
+    They are routers' correction biases, whose rounding to half precision would change the choice of experts.
+    transformers keeps those of some families only, and only in models that it loads.
+    """
+    kept: set[str] = set()
+    for name, buffer in saved_buffers(model):
+        if buffer.is_floating_point():
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, buffer.float())
+            kept.add(attribute)
+    kind = type(model)
+    if kept:
+        kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *kept}
 
 
 def load_model(
@@ -72,10 +91,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Load all weights into host memory; ``dtype`` "auto" is the type they are stored in.
 
+    Buffers are float32.
+
     Raises :class:`~orhpc.errors.ModelError` when any weight is missing, because transformers would
     initialize it randomly.
     """
-    packed_attention.register()
+    empty_model(copy.deepcopy(config), settings)  # makes the class keep its buffers; sets the config's type
     try:
         loaded: Any = auto_class(config).from_pretrained(
             model_dir,
