@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from orhpc.errors import InfraError, OutOfMemory
+from orhpc.train import actor
 from orhpc.train.actor import TrainerRank
 from orhpc.train.batch import plan_batches
 from orhpc.types import MiniBatch
@@ -220,3 +221,22 @@ def test_a_rank_that_has_moved_does_not_pass_for_the_base_model(
     with pytest.raises(InfraError):
         rank.restore(None)
     assert not rank.holds_whole_step()
+
+
+def test_a_failure_after_the_last_optimizer_step_leaves_no_state_of_before_the_step(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver repeats the step, or commits the one before: the update would count twice."""
+    rank = make()
+
+    @contextmanager
+    def without_memory_for_the_trace(*_: Any) -> Iterator[None]:
+        yield
+        raise MemoryError
+
+    monkeypatch.setattr(actor, "traced", without_memory_for_the_trace)
+    with pytest.raises(OutOfMemory):
+        rank.step(plans(0, 1, 40), step=0)
+    assert rank.backend.progress() == {"optimiser_steps": 1}
+    assert not rank.holds_whole_step()
+    assert rank.recover() is False
