@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from orhpc.config import ModelSettings
 
 
+_CORRECTION_BIAS = "e_score_correction_bias"
+"""transformers' name of the buffer that affects the choice of experts but not their weights."""
+
+
 def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: bool = False) -> Any:
     """Read ``config.json`` and disable all dropout, so that the forward pass is deterministic.
 
@@ -65,25 +69,22 @@ def empty_model(
         raise _unusable(config, "model.path", error) from error
     if packed:
         _adapt(model, config)
-    _keep_buffers(model)
+    _keep_correction_biases(model)
     return model
 
 
-def _keep_buffers(model: PreTrainedModel) -> None:
-    """Keep buffers of checkpoints in float32, in this model and in those of its class that are loaded later.
+def _keep_correction_biases(model: PreTrainedModel) -> None:
+    """Keep routers' correction biases in float32, in this model and in those of its class loaded later.
 
-    They are routers' correction biases, whose rounding to half precision would change the choice of experts.
-    transformers keeps those of some families only, and only in models that it loads.
+    Rounding them to half precision would change the choice of experts.  transformers keeps those of some
+    families only, and only in models that it loads.
     """
-    kept: set[str] = set()
-    for name, buffer in saved_buffers(model):
-        if buffer.is_floating_point():
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, buffer.float())
-            kept.add(attribute)
     kind = type(model)
-    if kept:
-        kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *kept}
+    for name, buffer in saved_buffers(model):
+        owner, _, attribute = name.rpartition(".")
+        if attribute == _CORRECTION_BIAS:
+            setattr(model.get_submodule(owner), attribute, buffer.float())
+            kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), attribute}
 
 
 def load_model(
@@ -91,12 +92,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Load all weights into host memory; ``dtype`` "auto" is the type they are stored in.
 
-    Buffers are float32.
+    Routers' correction biases are float32.
 
     Raises :class:`~orhpc.errors.ModelError` when any weight is missing, because transformers would
     initialize it randomly.
     """
-    empty_model(copy.deepcopy(config), settings)  # makes the class keep its buffers; sets the config's type
+    empty_model(copy.deepcopy(config), settings)  # for the class; it sets the config's type
     try:
         loaded: Any = auto_class(config).from_pretrained(
             model_dir,
