@@ -187,8 +187,8 @@ class TrainerRank(RankState):
         with (
             self._naming_the_sample(passes),
             typed_failures(f"step {step}"),
-            traced(self.config, traces, self.rank),
             self._counting_steps(),
+            traced(self.config, traces, self.rank),
         ):
             prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,10 @@ from orhpc.train.loss.head import LogitScaling
 
 if TYPE_CHECKING:
     from orhpc.config import ModelSettings
+
+
+_CORRECTION_BIAS = "e_score_correction_bias"
+"""transformers' name of the buffer that affects the choice of experts but not their weights."""
 
 
 def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: bool = False) -> Any:
@@ -64,7 +69,22 @@ def empty_model(
         raise _unusable(config, "model.path", error) from error
     if packed:
         _adapt(model, config)
+    _keep_correction_biases(model)
     return model
+
+
+def _keep_correction_biases(model: PreTrainedModel) -> None:
+    """Keep routers' correction biases in float32, in this model and in those of its class loaded later.
+
+    Rounding them to half precision would change the choice of experts.  transformers keeps those of some
+    families only, and only in models that it loads.
+    """
+    kind = type(model)
+    for name, buffer in saved_buffers(model):
+        owner, _, attribute = name.rpartition(".")
+        if attribute == _CORRECTION_BIAS:
+            setattr(model.get_submodule(owner), attribute, buffer.float())
+            kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), attribute}
 
 
 def load_model(
@@ -72,10 +92,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Load all weights into host memory; ``dtype`` "auto" is the type they are stored in.
 
+    Routers' correction biases are float32.
+
     Raises :class:`~orhpc.errors.ModelError` when any weight is missing, because transformers would
     initialize it randomly.
     """
-    packed_attention.register()
+    empty_model(copy.deepcopy(config), settings)  # for the class; it sets the config's type
     try:
         loaded: Any = auto_class(config).from_pretrained(
             model_dir,

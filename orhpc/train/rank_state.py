@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from orhpc.config import Config
-from orhpc.errors import CheckpointError
+from orhpc.errors import CheckpointError, InfraError
 from orhpc.process.state_folder import state_folder
 from orhpc.train.backend import Backend
 from orhpc.train.checkpoint.copy_files import CopyId
@@ -60,14 +60,18 @@ class RankState:
     # --- commits and copies -------------------------------------------------------------------
 
     def restore(self, folder: str | None, *, of_another_run: bool = False) -> None:
-        """Continue from a commit of either backend and any number of ranks; None: from the model folder.
+        """Continue from a commit of either backend and any number of ranks; None: from the model folder that
+        :meth:`build` has read.
 
         The learning rates' schedules of a commit ``of_another_run`` do not go on, they begin.
 
         Raises CheckpointError if the commit is incomplete, corrupt, of another model, or without the critic
         that ``algorithm.advantage: ppo`` needs; a critic that this run does not have is left out.
+        InfraError for the model folder after an update, which only a new process can undo.
         """
         if folder is None:
+            if not self.backend.intact() or any(self.backend.progress().values()):
+                raise InfraError("this process no longer holds the base model: it has made an update")
             self._whole_at = self.backend.progress()
             return
         from orhpc.train.checkpoint.layouts import Layout, load_shards

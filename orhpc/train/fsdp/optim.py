@@ -71,8 +71,11 @@ class Optimizer:
         return {"model": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def set_steps(self, steps: int) -> None:
-        """Continue after ``steps`` optimizer steps: sets Adam's bias correction too."""
-        self.steps = steps
+        """Continue after ``steps`` steps, with the state that was written into :meth:`local_state`.
+
+        Sets Adam's bias correction too.
+        """
+        self.steps, self.intact = steps, True
         for state in self._adamw.state.values():
             state["step"].fill_(float(steps))
 

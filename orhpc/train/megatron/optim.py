@@ -179,7 +179,7 @@ class MegatronOptimizer:
     @torch.no_grad()
     def set_steps(self, steps: int) -> None:
         """Continue after ``steps`` steps, with the state that was written into :meth:`held`."""
-        self.steps = steps
+        self.steps, self.intact = steps, True
         for part in self._parts:
             inner: Any = part.optimizer
             _set_steps(inner, steps)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from orhpc.errors import InfraError, OutOfMemory
+from orhpc.train import actor
 from orhpc.train.actor import TrainerRank
 from orhpc.train.batch import plan_batches
 from orhpc.types import MiniBatch
@@ -203,3 +204,39 @@ def test_the_failure_names_a_sample_that_was_alone_in_its_micro_batch(
         again = pickle.loads(pickle.dumps(failure.value))  # as Ray does on the way to the driver
         assert again.alone == failure.value.alone
         rank.recover()
+
+
+def test_a_rank_that_has_moved_does_not_pass_for_the_base_model(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has neither copy nor commit in its first step: only a new process has the base weights."""
+    rank = make(minibatches=2)
+    with monkeypatch.context() as patch:
+        step = rank.backend.optimizer.step  # type: ignore[attr-defined]
+        second = at_call(1, fails)
+        patch.setattr(rank.backend.optimizer, "step", lambda loss: second() or step(loss))  # type: ignore[attr-defined]
+        with pytest.raises(OutOfMemory):
+            rank.step(plans(0, 1, 40, minibatches=2), step=0)
+    assert rank.recover() is False
+    with pytest.raises(InfraError):
+        rank.restore(None)
+    assert not rank.holds_whole_step()
+
+
+def test_a_failure_after_the_last_optimizer_step_leaves_no_state_of_before_the_step(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver repeats the step, or commits the one before: the update would count twice."""
+    rank = make()
+
+    @contextmanager
+    def without_memory_for_the_trace(*_: Any) -> Iterator[None]:
+        yield
+        raise MemoryError
+
+    monkeypatch.setattr(actor, "traced", without_memory_for_the_trace)
+    with pytest.raises(OutOfMemory):
+        rank.step(plans(0, 1, 40), step=0)
+    assert rank.backend.progress() == {"optimiser_steps": 1}
+    assert not rank.holds_whole_step()
+    assert rank.recover() is False

@@ -83,6 +83,23 @@ def test_between_two_mini_batches_and_in_the_middle_of_an_optimizer_step_there_i
     assert not rank.holds_whole_step()
 
 
+def test_a_restored_state_is_whole_whatever_had_failed_before(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Trainers that ran out of memory get their state back in the same process."""
+    rank = make()
+    rank.save_begin(str(tmp_path))
+    while rank.save_poll() is None:
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.backend.optimizer._adamw, "step", out_of_memory)  # type: ignore[attr-defined]
+        with pytest.raises(OutOfMemory):
+            rank.step(plan(0), step=1)
+    assert rank.recover() is False
+    rank.restore(str(tmp_path))
+    assert rank.holds_whole_step()
+
+
 def _one_of_two_fails(rank: int, world: int, port: int, folder: str, out: str) -> Any:
     trainer = TrainerRank(make_config(ranks=2), folder, rank, world, 1)
     trainer.connect("127.0.0.1", port, 120)
