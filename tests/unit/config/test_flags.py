@@ -198,6 +198,13 @@ def test_files_of_prompts_become_environments() -> None:
             split_command_line([*words, *more])
 
 
+def test_a_short_option_keeps_its_value() -> None:
+    own = {"-o": True, "-f": False}
+    assert without_flags(["-o", "x.yaml", "-f", "tiny.yaml", "--lr", "0.5"], own) == [
+        "-ox.yaml", "-f", "tiny.yaml", "train.lr=0.5",
+    ]  # fmt: skip
+
+
 def test_a_commands_own_options_stay_and_may_not_contradict_flags() -> None:
     own = {"--nodes": True, "--local": False}
     rest = without_flags(["--nodes", "2", TINY, "--local", "--lr=1"], own)
