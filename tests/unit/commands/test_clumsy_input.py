@@ -62,6 +62,17 @@ def test_a_wrong_setting_gives_a_one_line_error(override: str, capsys: pytest.Ca
     assert code == EXIT_CONFIG
 
 
+def test_a_date_as_a_name_is_shown_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["--local", "--dry-run", TINY, "run.name=2026-11-26"]) == EXIT_CONFIG
+    assert "not 2026-11-26, as YAML reads it: write the text in quotes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf"])
+def test_a_memory_that_is_no_number_is_refused(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", TINY, "--device-memory", memory]) == EXIT_CONFIG
+    assert capsys.readouterr().err == f"orhpc: --device-memory: {memory} is not a number of GiB\n"
+
+
 def bomb(levels: int) -> str:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
