@@ -67,6 +67,14 @@ def test_a_date_as_a_name_is_shown_with_the_remedy(capsys: pytest.CaptureFixture
     assert "not 2026-11-26, as YAML reads it: write the text in quotes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("root", ["~/runs", "$SCRATCH/runs", "/scratch/${USER}"])
+def test_no_run_is_written_to_a_folder_that_is_named_as_a_variable(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["--local", "--dry-run", TINY, f"run.root={root}"]) == EXIT_CONFIG
+    assert f"run.root: {root!r}: ~ and variables are not expanded here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("memory", ["nan", "inf"])
 def test_a_memory_that_is_no_number_is_refused(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", TINY, "--device-memory", memory]) == EXIT_CONFIG
