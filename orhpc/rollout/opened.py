@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,7 +35,15 @@ def exit_code_of(command: Callable[[], int]) -> int:
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     with guarded_output():
         try:
-            return command()
+            code = command()
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # ``| head``; the interpreter flushes again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 128 + signal.SIGINT
         except OrhpcError as error:
             if isinstance(error, UserCodeError):
                 print(error.trace.rstrip(), file=sys.stderr)
