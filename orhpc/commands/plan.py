@@ -227,7 +227,8 @@ def parse(arguments: Sequence[str]) -> Request:
     if not math.isfinite(memory):
         raise ConfigError(f"--device-memory: {memory} is not a number of GiB")
     if memory * GIB <= reserved:
-        raise ConfigError(f"--device-memory: {memory} GiB is not more than the reserved {gib(reserved)} GiB")
+        source = "placement.device_memory_gib" if options.device_memory is None else "--device-memory"
+        raise ConfigError(f"{source}: {memory} GiB is not more than the reserved {gib(reserved)} GiB")
     mean = options.rollout_tokens
     if mean is not None and not 1 <= mean <= config.rollout.max_total_tokens:
         raise ConfigError(f"--rollout-tokens: {mean:g} is not between 1 and rollout.max_total_tokens")

@@ -75,6 +75,22 @@ def test_no_run_is_written_to_a_folder_that_is_named_as_a_variable(
     assert f"run.root: {root!r}: ~ and variables are not expanded here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["abc", "null", ".nan", "true", "0", "1.5"])
+def test_a_memory_fraction_for_sglang_is_checked_with_the_config(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(PACKAGED / "gpu-smollm2.yaml")
+    assert cli.main(["plan", config, f"engine.extra.mem-fraction-static={value}"]) == EXIT_CONFIG
+    assert "extra.mem-fraction-static: " in capsys.readouterr().err
+    load_config(config, ["engine.extra.mem_fraction_static='0.8'"])
+
+
+def test_too_little_memory_names_the_setting_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(PACKAGED / "gpu-smollm2.yaml")
+    assert cli.main(["plan", config, "placement.device_memory_gib=0.1"]) == EXIT_CONFIG
+    assert capsys.readouterr().err.startswith("orhpc: placement.device_memory_gib: 0.1 GiB")
+
+
 @pytest.mark.parametrize("memory", ["nan", "inf"])
 def test_a_memory_that_is_no_number_is_refused(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", TINY, "--device-memory", memory]) == EXIT_CONFIG
