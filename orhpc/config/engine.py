@@ -186,6 +186,10 @@ class EngineSettings(Section):
             for name in (*DRAFT_MODEL, ALGORITHM):
                 if self.option(name) is not None:
                     raise ValueError(f"extra.{name} and speculative: set one of the two")
+        if not isinstance(self.option(*DRAFT_MODEL) or "", str):
+            raise ValueError(
+                f"extra.{DRAFT_MODEL[0]}: {self.option(*DRAFT_MODEL)!r} is no folder or hub name"
+            )
         if self.separate_drafter and (self.sync == "disk" or self.check_weights):
             name = "sync: disk" if self.sync == "disk" else "check_weights"
             raise ValueError(f"{name} would load the policy into the draft model {self.draft_model} too")

@@ -211,6 +211,8 @@ def where_models_are(config: Config) -> list[Path]:
         found.append(cache_folder())
     elif Path(path).is_dir():
         found.append(Path(path).absolute())
+    if (draft := config.engine.draft_model) is not None and Path(draft).is_dir():
+        found.append(Path(draft).absolute())
     if hub_models(config):
         found.append(hub_cache().absolute())
     return found
