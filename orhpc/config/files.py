@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -78,6 +79,12 @@ MAY_CHANGE_ON_RESUME = (
 
 PACKAGED = Path(__file__).parents[1] / "configs"
 """The configs that come with the package."""
+
+
+def is_override(word: str) -> bool:
+    """Whether an argument is ``section.key=value``; a config file may lie in a folder such as ``lr=1e-5``."""
+    is_file = word.endswith((".yaml", ".yml")) and os.path.isfile(word)  # noqa: PTH113 - raises for long words
+    return "=" in word and not is_file
 
 
 def find_config(path: Path) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.config.files import load_config
+from orhpc.config.files import is_override, load_config
 from orhpc.data.task_file import write_tasks
 from orhpc.errors import ConfigError, OrhpcError, UserCodeError, policy_of
 from orhpc.process.secrets import resolve_secrets
@@ -24,10 +24,10 @@ from orhpc.rollout.environment.own_server import OwnServer
 
 def config_of(arguments: Sequence[str]) -> Config:
     """Load the one config file of a command line, with its overrides; raises ConfigError."""
-    paths = [word for word in arguments if "=" not in word]
+    paths = [word for word in arguments if not is_override(word)]
     if len(paths) != 1:
         raise ConfigError("pass one config file, and settings as key=value")
-    return load_config(paths[0], [word for word in arguments if "=" in word])
+    return load_config(paths[0], [word for word in arguments if is_override(word)])
 
 
 def exit_code_of(command: Callable[[], int]) -> int:

@@ -16,6 +16,7 @@ from orhpc.commands import cli
 from orhpc.config.files import PACKAGED, dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from orhpc.launch.__main__ import main as launch
+from orhpc.launch.command_line import split_command_line
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rundir import CommitName, RunDir
 from orhpc.rundir.commits import Manifest, begin, finalize
@@ -73,6 +74,23 @@ def test_no_run_is_written_to_a_folder_that_is_named_as_a_variable(
 ) -> None:
     assert launch(["--local", "--dry-run", TINY, f"run.root={root}"]) == EXIT_CONFIG
     assert f"run.root: {root!r}: ~ and variables are not expanded here" in capsys.readouterr().err
+
+
+def test_a_config_may_lie_in_a_folder_with_an_equals_sign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "train.lr=0.5"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("extends: tiny.yaml\n")
+    for path in (str(folder / "mine.yaml"), "train.lr=0.5/mine.yaml"):
+        words = ["--local", "--dry-run", path, "train.steps=7", "rollout.custom_agent=x.yaml"]
+        assert split_command_line(words[2:]) == (path, words[3:])
+        assert launch([*words[:-1], "--lr", "0.25"]) == EXIT_OK
+        shown = capsys.readouterr().out
+        assert "name: mine\n" in shown
+        assert "lr: 0.25\n" in shown
+    assert split_command_line(["train.lr=0.5/other.yaml"])[1] == ["train.lr=0.5/other.yaml"]
 
 
 @pytest.mark.parametrize("value", ["abc", "null", ".nan", "true", "0", "1.5"])
