@@ -18,7 +18,7 @@ from orhpc.launch.__main__ import submit
 from orhpc.launch.command_line import HELP, add_nodes
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.event_lines import line_of
-from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.events import Tail, read_events, steps_of
 
 QUIET = (
     "evaluation.interval=0", "wandb.enabled=false", "tensorboard.enabled=false", "mlflow.enabled=false",
@@ -140,15 +140,13 @@ def _progress(run: RunDir) -> int:
 
 def wait(run: RunDir) -> None:
     """Print what happens until no job of the run is left."""
-    shown = 0
+    events = Tail(run.events)
     while True:
         ended = Standing.of(run).ended
-        events = read_events(run.events)
-        for event in events[shown:]:
+        for event in events.new():
             line = event.get("reason") if event["event"] == "notice" else line_of(event)
             if line is not None:
                 print(line, flush=True)
-        shown = len(events)
         if ended:
             return
         time.sleep(_POLL_S)

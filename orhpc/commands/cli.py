@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -36,12 +37,15 @@ from orhpc.commands.plan import add_plan
 from orhpc.commands.plan import main as plan
 from orhpc.commands.programs import run_program
 from orhpc.commands.run_state import existing_run
-from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch.__main__ import add_launch
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.command_line import engine_options, own_options, without_flags
-from orhpc.process.terminal import guarded_output
+from orhpc.process.terminal import guarded_output, safe
 from orhpc.rollout.try_options import add_prepare_tasks, add_try_env
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Error numbers of a full or lost filesystem, to which standard output is redirected."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,40 +54,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     When the reader closes the pipe (``orhpc status RUN | head -1``), the command ends without a message, with
     the exit code that a shell reports for a process killed by SIGPIPE.
     """
+    _open_closed_streams()
     try:
         code = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes standard output again at exit (docs.python.org, "Note on SIGPIPE").
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        _discard_output()
+        print(f"orhpc: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
     return code
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that the caller has closed (``>&-``).
+
+    Otherwise the next file that is opened has the number of standard output, and programs write into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _discard_output() -> None:
+    """Let the interpreter's flush at exit succeed (docs.python.org, "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["launch"]:
-        return launch(arguments[1:])
+    if arguments[:1] == ["launch"]:  # its display draws, so that it guards its own output
+        return _reported(lambda: launch(arguments[1:]))
     if arguments[:1] == ["plan"]:
-        return plan(arguments[1:])
+        return _reported(lambda: plan(arguments[1:]))
     with guarded_output():
-        try:
-            if arguments[:1] in (["try-env"], ["prepare-tasks"]):
-                return _with_environments(arguments[0], arguments[1:])
-            options = _options(parser_of_all(), [*arguments[:1], *_converted(arguments[:1], arguments[1:])])
-            run: Callable[[argparse.Namespace], int] = options.run
-            return run(options)
-        except OrhpcError as error:
-            print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
-            return policy_of(error).exit_code
-        except OSError as error:
-            if error.filename is None:  # of no file: a defect of ours
-                raise
-            print(f"orhpc: {error.filename}: {error.strerror}", file=sys.stderr)
-            return EXIT_CONFIG
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            return 128 + signal.SIGINT
+        return _reported(lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] in (["try-env"], ["prepare-tasks"]):
+        return _with_environments(arguments[0], arguments[1:])
+    options = _options(parser_of_all(), [*arguments[:1], *_converted(arguments[:1], arguments[1:])])
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
+
+
+def _reported(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; print a failure as one line."""
+    try:
+        return command()
+    except OrhpcError as error:
+        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+        return policy_of(error).exit_code
+    except OSError as error:
+        if error.filename is None:  # of standard output, or a defect of ours
+            raise
+        print(f"orhpc: {safe(str(error.filename))}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _with_environments(command: str, arguments: Sequence[str]) -> int:

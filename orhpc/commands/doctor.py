@@ -30,7 +30,8 @@ from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
 from orhpc.launch.checks import commit_space, internet
 from orhpc.launch.command_line import split_command_line
 from orhpc.launch.slurm import scheduler
-from orhpc.models.folders import hub_cache
+from orhpc.models.folders import has_hub_token, hub_cache
+from orhpc.models.hub import offline_variable
 
 _LEAST_FILES = 4096
 _LEAST_SHM = 8 << 30
@@ -329,14 +330,17 @@ def _slurm() -> Finding:
 
 def _hub() -> Finding:
     folder = hub_cache()
-    free = commit_space.free_bytes(folder.absolute())
-    token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "no HF_TOKEN, so no gated models"
-    parent = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
+    token = "a token is set" if has_hub_token() else "no HF_TOKEN, so no gated models"
+    parent = next(p for p in [folder.absolute(), *folder.absolute().parents] if os.access(p, os.F_OK))
     if not os.access(parent, os.W_OK):
+        if (variable := offline_variable()) is not None and folder.is_dir():
+            return Finding("ok", "models", f"in {folder}, which is only read ({variable} is set)")
         return Finding(
             "BAD", "models", f"{folder} cannot be written: set HF_HOME to a folder that you can write"
         )
-    shared = "" if os.environ.get("HF_HOME") else "; if home is not shared, set HF_HOME to a shared folder"
+    chosen = any(map(os.environ.get, ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")))
+    shared = "" if chosen else "; if home is not shared, set HF_HOME to a shared folder"
+    free = commit_space.free_bytes(folder.absolute())
     return Finding("ok", "models", f"in {folder}, {free / 1e9:.0f} GB free; {token}{shared}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 from orhpc.errors import EXIT_OK, ConfigError
@@ -42,7 +43,7 @@ def init(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}") from None
     print(f"{folder}: {', '.join(files)}")
-    print(f"  cd {folder}\n  orhpc try-env train.yaml\n  orhpc launch --local train.yaml")
+    print(f"  cd {shlex.quote(str(folder))}\n  orhpc try-env train.yaml\n  orhpc launch --local train.yaml")
     return EXIT_OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -223,8 +224,11 @@ def parse(arguments: Sequence[str]) -> Request:
     config = load_config(path, [*overrides, *node_overrides(options)])
     memory = fit.device_memory(config).gib if options.device_memory is None else options.device_memory
     reserved = reserved_bytes(config)
+    if not math.isfinite(memory):
+        raise ConfigError(f"--device-memory: {memory} is not a number of GiB")
     if memory * GIB <= reserved:
-        raise ConfigError(f"--device-memory: {memory} GiB is not more than the reserved {gib(reserved)} GiB")
+        source = "placement.device_memory_gib" if options.device_memory is None else "--device-memory"
+        raise ConfigError(f"{source}: {memory} GiB is not more than the reserved {gib(reserved)} GiB")
     mean = options.rollout_tokens
     if mean is not None and not 1 <= mean <= config.rollout.max_total_tokens:
         raise ConfigError(f"--rollout-tokens: {mean:g} is not between 1 and rollout.max_total_tokens")

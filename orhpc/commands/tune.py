@@ -79,6 +79,7 @@ def tune(options: argparse.Namespace) -> int:
     print(_listed(chosen))
     if options.dry_run:
         return EXIT_OK
+    _refuse_other(options.output or _tuned(path))
     run = prepare.run_directory(load_config(path, [*overrides, _name(config)]))
     if any(event["event"] == "finished" for event in read_events(run.events)):
         refuse_finished(run, "tuning", "tune")
@@ -199,7 +200,7 @@ def show(run: RunDir, output: Path | None) -> int:
     gain = ""
     if own is not None and not _problem(own, told):
         gain = f", {_step_s(own, told) / _step_s(best, told):.2f}x of before"
-    file = output or Path(f"{Path(told['config']).stem}-tuned.yaml")
+    file = output or _tuned(told["config"])
     _refuse_other(file)
     write_atomic(file, _best_config(told, best, file, gain))
     print(f"{file}: {' '.join(best['settings']) or 'the config as it is'}{gain}")
@@ -222,6 +223,11 @@ def _told(run: RunDir) -> Mapping[str, Any]:
         return json.loads((run.path / "tuning.json").read_text())
     except (OSError, ValueError):
         raise ConfigError(f"{run.path}: is no directory of orhpc tune") from None
+
+
+def _tuned(config: str) -> Path:
+    """The config that is written if no file is named."""
+    return Path(f"{Path(config).stem}-tuned.yaml")
 
 
 def _refuse_other(file: Path) -> None:

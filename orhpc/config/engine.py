@@ -186,6 +186,10 @@ class EngineSettings(Section):
             for name in (*DRAFT_MODEL, ALGORITHM):
                 if self.option(name) is not None:
                     raise ValueError(f"extra.{name} and speculative: set one of the two")
+        if not isinstance(self.option(*DRAFT_MODEL) or "", str):
+            raise ValueError(
+                f"extra.{DRAFT_MODEL[0]}: {self.option(*DRAFT_MODEL)!r} is no folder or hub name"
+            )
         if self.separate_drafter and (self.sync == "disk" or self.check_weights):
             name = "sync: disk" if self.sync == "disk" else "check_weights"
             raise ValueError(f"{name} would load the policy into the draft model {self.draft_model} too")
@@ -204,6 +208,8 @@ class EngineSettings(Section):
         for name in self.extra:
             if (setting := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
                 raise ValueError(f"extra.{name} is decided by {setting}")
+            if name.replace("-", "_") == "mem_fraction_static" and not _is_fraction(self.extra[name]):
+                raise ValueError(f"extra.{name}: {self.extra[name]!r} is not a number between 0 and 1")
         if self.delta_sync and self.sync in ("ipc", "disk"):
             raise ValueError(f"delta_sync: sync: {self.sync} broadcasts nothing; use auto or broadcast")
         if self.sync_own_experts and (problem := self._unknown_experts()) is not None:
@@ -229,6 +235,13 @@ class EngineSettings(Section):
                 f"SGLang sets ep to tp with the all-to-all backend {backend or 'deepep'}: set ep: {self.tp}"
             )
         return None
+
+
+def _is_fraction(value: object) -> bool:
+    try:
+        return isinstance(value, (str, int, float)) and 0 < float(value) < 1
+    except ValueError:
+        return False
 
 
 class SamplingSettings(Section):

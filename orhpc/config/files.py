@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -77,6 +79,12 @@ MAY_CHANGE_ON_RESUME = (
 
 PACKAGED = Path(__file__).parents[1] / "configs"
 """The configs that come with the package."""
+
+
+def is_override(word: str) -> bool:
+    """Whether an argument is ``section.key=value``; a config file may lie in a folder such as ``lr=1e-5``."""
+    is_file = word.endswith((".yaml", ".yml")) and os.path.isfile(word)  # noqa: PTH113 - raises for long words
+    return "=" in word and not is_file
 
 
 def find_config(path: Path) -> Path:
@@ -299,14 +307,16 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where}: unknown setting{_suggestion(loc)}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    simple = isinstance(given, (str, int, float, bool, type(None)))
+    simple = isinstance(given, (str, int, float, bool, date, type(None)))
     shown = f", not {_shortened(given)}" if simple and where and problem["type"] != "value_error" else ""
-    if problem["type"] == "string_type" and isinstance(given, bool | int | float):
+    if problem["type"] == "string_type" and isinstance(given, bool | int | float | date):
         shown += ", as YAML reads it: write the text in quotes"
     return f"{where}: {message}{shown}" if where else message
 
 
-def _shortened(value: str | int | float | bool | None) -> str:
+def _shortened(value: str | int | float | bool | date | None) -> str:
+    if isinstance(value, date):
+        return str(value)
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number with too many digits"
     shown = repr(value)

@@ -10,9 +10,10 @@ nor ray, because login nodes load it.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from orhpc.config.alarms import AlarmSettings
 from orhpc.config.algorithm import AlgorithmSettings
@@ -46,6 +47,14 @@ class RunSettings(Section):
     access: Access = "private"
     """Who may read the run directory. ``private``: only you. ``group``: also the group of ``root``, or your
     primary group if ``root`` has no setgid bit; keys stay private, and only you can write."""
+
+    @field_validator("root")
+    @classmethod
+    def _not_expanded(cls, value: str) -> str:
+        """Without this, a run would be written to a folder whose name is ``~`` or ``$SCRATCH``."""
+        if re.search(r"^~|(^|/)\$[A-Za-z_{]", value):
+            raise ValueError(f"{value!r}: ~ and variables are not expanded here: write the whole path")
+        return value
 
 
 class ModelSettings(Section):

@@ -15,7 +15,7 @@ from typing import Any
 
 from orhpc.config import Config
 from orhpc.config.faults import VARIABLE
-from orhpc.config.files import setting_of
+from orhpc.config.files import is_override, setting_of
 from orhpc.config.flags import ENGINE_FLAG, engine_option, settings_of, take
 from orhpc.errors import ConfigError
 from orhpc.process.terminal import safe
@@ -96,7 +96,7 @@ def without_flags(arguments: Sequence[str], own: Mapping[str, bool] | None = Non
     path, overrides = _split(words)
     nodes = "--nodes="  # the command's own option for placement.nodes, which it applies later
     written = [f"placement.nodes={a.removeprefix(nodes)}" for a in rest if a.startswith(nodes)]
-    named = any("=" not in word for word in words)
+    named = not all(map(is_override, words))
 
     def current(setting: str) -> Any:
         # The default config has an environment only so that it is complete.
@@ -131,7 +131,7 @@ def show_faults(config: Config, say: Callable[[str], object]) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    files = [a for a in arguments if "=" not in a]
+    files = [a for a in arguments if not is_override(a)]
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, not {' and '.join(files)}")
-    return files[0] if files else DEFAULT_CONFIG, [a for a in arguments if "=" in a]
+    return files[0] if files else DEFAULT_CONFIG, [a for a in arguments if is_override(a)]

@@ -33,7 +33,7 @@ def ensure_config(config: Config) -> Path | None:
 
     Raises:
         ModelError: there is no such model, or the hub denies access.
-        PreflightError: the hub keeps failing, or ``HF_HUB_OFFLINE`` forbids requests to it.
+        PreflightError: the hub keeps failing, or its client's offline mode forbids requests to it.
     """
     path, revision = config.model.path, config.model.revision
     if not is_hub_name(path):
@@ -70,9 +70,10 @@ def ensure_models(config: Config, rundir: RunDir, stopped: Callable[[], bool] = 
     try:
         fetch_snapshots(config, rundir, stopped)
     except HubUnreachable as error:
-        names = " ".join(name for name, _ in hub_models(config))
+        names, cache = " ".join(name for name, _ in hub_models(config)), hub_cache()
+        where = f"HF_HOME={cache.parent}" if cache.name == "hub" else f"HF_HUB_CACHE={cache}"
         raise HubUnreachable(
-            f"{error}; on a machine with internet, with HF_HOME={hub_cache().parent}: orhpc fetch {names}"
+            f"{error}; on a machine with internet, with {where}: orhpc fetch {names}"
         ) from None
 
 
@@ -210,6 +211,8 @@ def where_models_are(config: Config) -> list[Path]:
         found.append(cache_folder())
     elif Path(path).is_dir():
         found.append(Path(path).absolute())
+    if (draft := config.engine.draft_model) is not None and Path(draft).is_dir():
+        found.append(Path(draft).absolute())
     if hub_models(config):
         found.append(hub_cache().absolute())
     return found

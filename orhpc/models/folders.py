@@ -24,11 +24,25 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 def hub_cache() -> Path:
     """Return the folder of the Hugging Face hub's cache, from the same variables as its client."""
-    if explicit := os.environ.get("HF_HUB_CACHE"):
-        return Path(explicit)
-    home = os.environ.get("HF_HOME")
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return _expanded(explicit) if explicit else _hub_home() / "hub"
+
+
+def has_hub_token() -> bool:
+    """Whether the hub's client finds a token: in a variable, or in the file that ``hf auth login`` writes."""
+    if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
+        return True
+    explicit = os.environ.get("HF_TOKEN_PATH")
+    return os.access(_expanded(explicit) if explicit else _hub_home() / "token", os.R_OK)
+
+
+def _hub_home() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(home or f"{cache}/huggingface").expanduser() / "hub"
+    return _expanded(os.environ.get("HF_HOME") or f"{cache}/huggingface")
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def is_hub_name(path: str) -> bool:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from orhpc.errors import EXIT_OK, HubUnreachable, ModelError, OrhpcError, PreflightError, policy_of
-from orhpc.models.folders import WEIGHTS, hub_cache, problem_of
+from orhpc.models.folders import WEIGHTS, has_hub_token, hub_cache, problem_of
 
 T = TypeVar("T")
 _TRIES = 4
@@ -44,9 +44,10 @@ _WEIGHT_FILES = tuple(f".{stem.rsplit('.', 1)[1]}" for stem in WEIGHTS)
 _NOT_WANTED = ("*.index.json", "original/*", "metal/*", "onnx/*", "*.onnx.json", "coreml/*")
 
 
-def is_offline() -> bool:
-    """Whether the user has set the hub's client to offline mode."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+def offline_variable() -> str | None:
+    """Name of the variable that sets the hub's client to offline mode; None: none does."""
+    name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+    return name if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") else None
 
 
 def fetch(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:
@@ -61,9 +62,9 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
         ModelError: the hub has no such model or revision, denies access, or has no readable weights.
         PreflightError: the hub cannot be reached or keeps failing, or the cache's filesystem is too full.
     """
-    if is_offline():
+    if (variable := offline_variable()) is not None:
         raise PreflightError(
-            f"model.path: {name} is not complete in {hub_cache()}, and HF_HUB_OFFLINE forbids downloads; "
+            f"model.path: {name} is not complete in {hub_cache()}, and {variable} forbids downloads; "
             "unset it, or copy the snapshot there"
         )
     from huggingface_hub import HfApi, snapshot_download
@@ -101,12 +102,12 @@ def fetch_dataset(name: str, revision: str | None, setting: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     download = functools.partial(snapshot_download, name, repo_type="dataset", revision=revision)
-    if is_offline():
+    if (variable := offline_variable()) is not None:
         try:
             return Path(download(local_files_only=True))
         except LocalEntryNotFoundError:
             raise PreflightError(
-                f"{setting}: {name} is not in {hub_cache()}, and HF_HUB_OFFLINE is set"
+                f"{setting}: {name} is not in {hub_cache()}, and {variable} is set"
             ) from None
     return Path(_ask(Source(name, revision, "dataset", setting), download))
 
@@ -238,7 +239,7 @@ def _failure(source: Source, error: Exception) -> OrhpcError:
 
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     what, status = f"{source.setting}: {source.name}", _status(error)
-    has_token = bool(os.environ.get("HF_TOKEN"))
+    has_token = has_hub_token()
     if isinstance(error, GatedRepoError) or status == 403:
         then = "use a token of the account that did" if has_token else "set HF_TOKEN (or: hf auth login)"
         return ModelError(f"{what} is gated: accept its terms at {hub}/{source.path}, then {then}")
@@ -247,7 +248,7 @@ def _failure(source: Source, error: Exception) -> OrhpcError:
             f"{what} has no revision {source.revision or 'main'!r} ({source.setting[:-4]}revision)"
         )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        private = "HF_TOKEN may not read it" if has_token else "if it is private, set HF_TOKEN"
+        private = "your token may not read it" if has_token else "if it is private, set HF_TOKEN"
         return ModelError(f"{what}: no such folder here, and no such {source.kind} at {hub}; {private}")
     if isinstance(error, HFValidationError):
         return ModelError(f"{what}: {_first_line(error)}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.config.files import load_config
+from orhpc.config.files import is_override, load_config
 from orhpc.data.task_file import write_tasks
 from orhpc.errors import ConfigError, OrhpcError, UserCodeError, policy_of
 from orhpc.process.secrets import resolve_secrets
@@ -22,10 +24,10 @@ from orhpc.rollout.environment.own_server import OwnServer
 
 def config_of(arguments: Sequence[str]) -> Config:
     """Load the one config file of a command line, with its overrides; raises ConfigError."""
-    paths = [word for word in arguments if "=" not in word]
+    paths = [word for word in arguments if not is_override(word)]
     if len(paths) != 1:
         raise ConfigError("pass one config file, and settings as key=value")
-    return load_config(paths[0], [word for word in arguments if "=" in word])
+    return load_config(paths[0], [word for word in arguments if is_override(word)])
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
@@ -33,7 +35,15 @@ def exit_code_of(command: Callable[[], int]) -> int:
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     with guarded_output():
         try:
-            return command()
+            code = command()
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # ``| head``; the interpreter flushes again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 128 + signal.SIGINT
         except OrhpcError as error:
             if isinstance(error, UserCodeError):
                 print(error.trace.rstrip(), file=sys.stderr)

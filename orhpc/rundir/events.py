@@ -168,9 +168,10 @@ def last_events(path: Path, most_bytes: int = 1 << 18) -> list[dict[str, Any]]:
 class Tail:
     """Yields the events that were appended to a file since the last call."""
 
-    def __init__(self, path: Path, attempt: int) -> None:
-        self._path, self._attempt = path, attempt
-        self._offset = path.stat().st_size if path.exists() else 0
+    def __init__(self, path: Path, attempt: int | None = None) -> None:
+        """``attempt``: only events of this one, from now on; None: all events, from the first."""
+        self._path, self._attempt, self._newest = path, attempt, 0
+        self._offset = path.stat().st_size if attempt is not None and path.exists() else 0
         self._rest = ""
 
     def new(self) -> Iterator[dict[str, Any]]:
@@ -184,7 +185,10 @@ class Tail:
         whole, newline, self._rest = text.rpartition("\n")
         if newline:
             for event in parse_lines([line + "\n" for line in whole.split("\n")]):
-                if event.get("attempt") == self._attempt:
+                if self._attempt is None and event["attempt"] >= self._newest:
+                    self._newest = event["attempt"]
+                    yield event
+                elif self._attempt is not None and event.get("attempt") == self._attempt:
                     yield event
 
 

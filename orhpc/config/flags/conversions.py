@@ -35,7 +35,7 @@ def placement(given: Given) -> Settings:
             raise ConfigError(f"--num-gpus shares all GPUs, and {other} divides them: give one of the two")
         per_node = _divided(total, nodes, "--num-gpus")
     if per_node is None:
-        per_node = given.integer("--num-gpus-per-node") or given.current("placement.devices_per_node")
+        per_node = given.integer("--num-gpus-per-node") or given.count("placement.devices_per_node")
     shared = given.on("--colocate") or total is not None
     if not shared and engines is None:
         if given.current("placement.mode") != "colocated":
@@ -93,11 +93,9 @@ def batches(given: Given) -> Settings:
         found["rollout.batch_size"] = groups
     if samples is not None:
         found["rollout.n_samples"] = samples
-    rollouts = (groups or given.current("rollout.batch_size")) * (
-        samples or given.current("rollout.n_samples")
-    )
+    rollouts = (groups or given.count("rollout.batch_size")) * (samples or given.count("rollout.n_samples"))
     if whole is None and "train.global_batch_size" not in given.overridden:
-        steps = steps or given.current("train.steps_per_rollout")
+        steps = steps or given.count("train.steps_per_rollout")
         whole = _mini_batch(rollouts, steps)
     elif steps is None and whole and "train.steps_per_rollout" not in given.overridden:
         steps = _mini_batches(rollouts, whole)
@@ -106,7 +104,7 @@ def batches(given: Given) -> Settings:
     if steps is not None:
         found["train.steps_per_rollout"] = steps
     if (more := given.integer("--over-sampling-batch-size")) is not None:
-        prompts = groups or given.current("rollout.batch_size")
+        prompts = groups or given.count("rollout.batch_size")
         if more < prompts:
             raise ConfigError(f"--over-sampling-batch-size {more} is below the {prompts} of a step")
         found["rollout.oversample"] = more / prompts
@@ -264,7 +262,7 @@ def checkpoints(given: Given) -> Settings:
             )
     reference = given.text("--ref-load")
     if reference is not None and (Path(reference) / "config.json").is_file():
-        model = given.text(*MODEL) or given.current("model.path")
+        model = given.text(*MODEL) or str(given.current("model.path"))
         if not _same_folder(reference, model):
             raise ConfigError(
                 f"--ref-load {reference}: the KL penalty is against model.path ({model}); leave it out"
@@ -326,6 +324,8 @@ def partial_rollouts(given: Given) -> Settings:
     """Samples that a step has begun and not used go on in the next one; all their tokens are trained on, or
     the old ones are masked."""
     masked = given.on("--mask-offpolicy-in-partial-rollout")
+    if not masked and not given.on("--partial-rollout"):
+        return {}
     partial = {"rollout.partial": True} if given.on("--partial-rollout") else {}
     return partial | {"rollout.stale_tokens": "mask" if masked else "train"}
 

@@ -73,6 +73,21 @@ class Given:
         text = self.text(*names)
         return None if text is None else _number(self.name_of(*names), text, float, "a number")
 
+    def count(self, setting: str) -> int:
+        """A setting below the flags that is a positive integer.
+
+        Raises:
+            ConfigError: it is none; the schema sees the config only after the flags are converted.
+        """
+        value = self.current(setting)
+        try:
+            found = 0 if isinstance(value, bool) else int(value)
+        except (TypeError, ValueError, OverflowError):
+            found = 0
+        if found < 1:
+            raise ConfigError(f"{setting}: {str(value)[:100]!r} is not a positive integer")
+        return found
+
     def name_of(self, *names: str) -> str:
         """The synonym that is given; the first if none is."""
         return next((name for name in names if name in self.values), names[0])

@@ -47,6 +47,8 @@ def take(
         name, equals, value = argument.partition("=")
         if not argument.startswith("--"):
             rest.append(argument)
+            if own.get(argument) and left:  # -o FILE, which is no config
+                rest[-1] += left.pop(0)
         elif name in own:
             rest.append(f"{name}={_one(name, value if equals else None, left)}" if own[name] else argument)
         elif name in FLAGS:

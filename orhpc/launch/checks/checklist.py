@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError, OrhpcError
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import commit_space, fit, host_memory, internet, references, trackers
 from orhpc.launch.slurm import holder, submission
 from orhpc.models import chat_formats
-from orhpc.models.folders import problem_of
+from orhpc.models.folders import is_hub_name, problem_of
 from orhpc.plan.placement import Node, local_node, plan
 
 
@@ -91,6 +91,9 @@ def _placement(config: Config) -> str:
 def _model(config: Config) -> str:
     folder = model.ensure_config(config)
     path = config.model.path
+    draft = config.engine.draft_model
+    if draft is not None and not is_hub_name(draft) and not (Path(draft) / "config.json").is_file():
+        raise ModelError(f"engine.speculative.draft_model: {draft}: no model folder, and not a hub name")
     if folder is None:
         return f"{path} is not here; it is fetched or built before the run"
     if (problem := problem_of(folder)) is None:

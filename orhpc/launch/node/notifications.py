@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -250,6 +251,10 @@ def post(url: str, body: dict[str, Any]) -> str | None:
             return None
     except urllib.error.HTTPError as error:
         return f"the server answered {error.code}"
+    except http.client.InvalidURL:  # its text has a part of the URL
+        return "it is not a valid URL"
+    except http.client.HTTPException as error:
+        return f"the server's answer is not HTTP ({type(error).__name__})"
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         return redact(f"the server cannot be reached ({' '.join(str(reason).split())[:200]})")

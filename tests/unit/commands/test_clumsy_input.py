@@ -16,6 +16,7 @@ from orhpc.commands import cli
 from orhpc.config.files import PACKAGED, dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from orhpc.launch.__main__ import main as launch
+from orhpc.launch.command_line import split_command_line
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rundir import CommitName, RunDir
 from orhpc.rundir.commits import Manifest, begin, finalize
@@ -60,6 +61,58 @@ def test_a_wrong_setting_gives_a_one_line_error(override: str, capsys: pytest.Ca
     code = launch(["--local", "--dry-run", TINY, override])
     check(code, capsys.readouterr().err, began, override)
     assert code == EXIT_CONFIG
+
+
+def test_a_date_as_a_name_is_shown_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["--local", "--dry-run", TINY, "run.name=2026-11-26"]) == EXIT_CONFIG
+    assert "not 2026-11-26, as YAML reads it: write the text in quotes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("root", ["~/runs", "$SCRATCH/runs", "/scratch/${USER}"])
+def test_no_run_is_written_to_a_folder_that_is_named_as_a_variable(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["--local", "--dry-run", TINY, f"run.root={root}"]) == EXIT_CONFIG
+    assert f"run.root: {root!r}: ~ and variables are not expanded here" in capsys.readouterr().err
+
+
+def test_a_config_may_lie_in_a_folder_with_an_equals_sign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "train.lr=0.5"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("extends: tiny.yaml\n")
+    for path in (str(folder / "mine.yaml"), "train.lr=0.5/mine.yaml"):
+        words = ["--local", "--dry-run", path, "train.steps=7", "rollout.custom_agent=x.yaml"]
+        assert split_command_line(words[2:]) == (path, words[3:])
+        assert launch([*words[:-1], "--lr", "0.25"]) == EXIT_OK
+        shown = capsys.readouterr().out
+        assert "name: mine\n" in shown
+        assert "lr: 0.25\n" in shown
+    assert split_command_line(["train.lr=0.5/other.yaml"])[1] == ["train.lr=0.5/other.yaml"]
+
+
+@pytest.mark.parametrize("value", ["abc", "null", ".nan", "true", "0", "1.5"])
+def test_a_memory_fraction_for_sglang_is_checked_with_the_config(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(PACKAGED / "gpu-smollm2.yaml")
+    assert cli.main(["plan", config, f"engine.extra.mem-fraction-static={value}"]) == EXIT_CONFIG
+    assert "extra.mem-fraction-static: " in capsys.readouterr().err
+    load_config(config, ["engine.extra.mem_fraction_static='0.8'"])
+
+
+def test_too_little_memory_names_the_setting_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(PACKAGED / "gpu-smollm2.yaml")
+    assert cli.main(["plan", config, "placement.device_memory_gib=0.1"]) == EXIT_CONFIG
+    assert capsys.readouterr().err.startswith("orhpc: placement.device_memory_gib: 0.1 GiB")
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf"])
+def test_a_memory_that_is_no_number_is_refused(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", TINY, "--device-memory", memory]) == EXIT_CONFIG
+    assert capsys.readouterr().err == f"orhpc: --device-memory: {memory} is not a number of GiB\n"
 
 
 def bomb(levels: int) -> str:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose PATH has only the programs of the test."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("SLURM_JOB_ID", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY"):
+    for name in ("SLURM_JOB_ID", "HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -125,6 +125,14 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
         found()["models"]
         == "BAD /proc/1/cache/hub cannot be written: set HF_HOME to a folder that you can write"
     )
+
+
+def test_a_shared_cache_is_only_read_in_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "/proc/1")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert found()["models"].startswith("BAD")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert found()["models"] == "ok in /proc/1, which is only read (HF_HUB_OFFLINE is set)"
 
 
 def test_files_lists_every_packaged_file(capsys: pytest.CaptureFixture[str]) -> None:

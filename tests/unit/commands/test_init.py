@@ -59,3 +59,11 @@ def test_the_readme_s_commands_exist() -> None:
     )
     for command in commands:
         assert re.search(rf"^ +{command}\b", listed.stdout, re.MULTILINE), command
+
+
+def test_the_next_command_can_be_pasted_with_a_blank_in_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my task"
+    assert main(["init", str(folder)]) == 0
+    assert f"  cd '{folder}'\n" in capsys.readouterr().out

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from orhpc.commands import cli
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 
@@ -43,6 +45,37 @@ def test_a_closed_pipe_is_not_a_failure(run: RunDir, arguments: list[str]) -> No
     errors = process.stderr.read()
     assert process.wait(60) in (0, 128 + signal.SIGPIPE)
     assert errors == b""
+
+
+def test_a_closed_standard_output_is_not_a_failure() -> None:
+    shell = ["bash", "-c", '"$@" >&-; echo code $?', "bash"]
+    done = subprocess.run(shell + command("files"), capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("code 0\n", "")
+
+
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command("files"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == "orhpc: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("name", ["launch", "plan"])
+def test_commands_with_their_own_parser_report_as_the_others(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(error: BaseException) -> Callable[[object], int]:
+        def command(arguments: object) -> int:
+            raise error
+
+        return command
+
+    monkeypatch.setattr(cli, name, fail(PermissionError(13, "Permission denied", "/away/config.json")))
+    assert cli.main([name]) == 2
+    assert capsys.readouterr().err == "orhpc: /away/config.json: Permission denied\n"
+    monkeypatch.setattr(cli, name, fail(KeyboardInterrupt()))
+    assert cli.main([name]) == 130
+    assert capsys.readouterr().err == "\n"
 
 
 def test_a_followed_log_continues_until_it_is_interrupted(run: RunDir) -> None:

@@ -20,7 +20,7 @@ from orhpc.plan.workload import MEAN_LENGTH
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from orhpc.rundir.record import RolloutFile, read_step
-from tests.model_configs import REAL
+from tests.model_configs import REAL, TINY
 
 MOE = shape_of(REAL["Qwen3-30B-A3B"][0])
 
@@ -135,6 +135,22 @@ def test_a_file_of_the_user_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
     assert own.read_text() == "train: {lr: 1}\n"
     own.unlink()
     assert [tune.show(run, None) for _ in range(2)] == [0, 0]  # that of a tuning is
+
+
+@pytest.mark.parametrize("arguments", [["-o", "own.yaml"], []])
+def test_a_file_of_the_user_is_refused_before_anything_is_measured(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / (arguments[-1] if arguments else "tiny-tuned.yaml")
+    own.write_text("train: {lr: 1}\n")
+    monkeypatch.setattr(tune, "attend", lambda *_: pytest.fail("the tuning was started"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY["llama"]))
+    assert cli.main(["tune", *arguments, "--local", f"model.path={model}", "tiny.yaml"]) == 2
+    assert "-o FILE" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_nothing_measured_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,6 +198,37 @@ def test_files_of_prompts_become_environments() -> None:
             split_command_line([*words, *more])
 
 
+@pytest.mark.parametrize(
+    ("override", "flags"),
+    [
+        ("rollout.batch_size=abc", ("--n-samples", "4")),
+        ("rollout.batch_size=0", ("--over-sampling-batch-size", "4")),
+        ("rollout.n_samples=true", ("--rollout-batch-size", "4")),
+        ("train.steps_per_rollout=[1]", ("--n-samples", "4")),
+        ("placement.devices_per_node=.inf", ("--colocate",)),
+    ],
+)
+def test_a_flag_on_top_of_a_wrong_setting_names_the_setting(override: str, flags: tuple[str, ...]) -> None:
+    setting = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{setting}: .* is not a positive integer"):
+        without_flags([TINY, override, *flags])
+
+
+def test_a_switch_that_is_off_sets_nothing(tmp_path: Path) -> None:
+    for name in ("--partial-rollout", "--mask-offpolicy-in-partial-rollout"):
+        assert overrides_of(f"{name}=false") == {}
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="the KL penalty is against model"):
+        without_flags([TINY, "model.path=5", "--ref-load", str(tmp_path)])
+
+
+def test_a_short_option_keeps_its_value() -> None:
+    own = {"-o": True, "-f": False}
+    assert without_flags(["-o", "x.yaml", "-f", "tiny.yaml", "--lr", "0.5"], own) == [
+        "-ox.yaml", "-f", "tiny.yaml", "train.lr=0.5",
+    ]  # fmt: skip
+
+
 def test_a_commands_own_options_stay_and_may_not_contradict_flags() -> None:
     own = {"--nodes": True, "--local": False}
     rest = without_flags(["--nodes", "2", TINY, "--local", "--lr=1"], own)

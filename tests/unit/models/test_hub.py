@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,14 +31,19 @@ from orhpc.errors import (
 from orhpc.launch import model
 from orhpc.launch.node.rendezvous import announce, await_announcement, preparing
 from orhpc.launch.slurm.job import Job
-from orhpc.models.folders import find_model, problem_of
-from orhpc.models.hub import chosen_files
+from orhpc.models.folders import find_model, has_hub_token, hub_cache, problem_of
+from orhpc.models.hub import chosen_files, fetch
 from orhpc.rundir import RunDir
 from tests.hub import Hub, commit_of
 from tests.model_configs import REAL, TINY
 from tests.model_folder import write_model_folder
 
 NAME = "Acme/Tiny-1B"
+VARIABLES = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"),
+)
+"""Variables of the hub's client."""
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (folder / "pytorch_model.bin").write_text("the same weights once more")
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with Hub(tmp_path / "served") as served:
         monkeypatch.setenv("HF_ENDPOINT", served.url)
@@ -167,6 +174,49 @@ def refusals(hub: Hub) -> list[tuple[str, type[Exception], str]]:
         ("no weights", ModelError, "has no weights in safetensors on the hub"),
         ("no model", ModelError, "has no config.json: it is not a transformers model"),
     ]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/x"},
+        {"HF_HOME": "~/h"},
+        {"HF_HOME": "$HOME/h", "XDG_CACHE_HOME": "/x"},
+        {"HUGGINGFACE_HUB_CACHE": "/shared"},
+        {"HF_HUB_CACHE": "${HOME}/c", "HUGGINGFACE_HUB_CACHE": "/shared"},
+        {"HF_HUB_CACHE": "~/c"},
+    ],
+)
+def test_the_cache_is_where_the_client_has_it(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    client = importlib.reload(constants)
+    try:
+        assert hub_cache() == Path(client.HF_HUB_CACHE)
+    finally:
+        monkeypatch.undo()
+        importlib.reload(constants)
+
+
+def test_a_login_in_a_file_counts_as_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert not has_hub_token()
+    (tmp_path / "token").write_text("hf_x")
+    assert has_hub_token()
+
+
+def test_either_variable_of_offline_mode_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    with pytest.raises(PreflightError, match="TRANSFORMERS_OFFLINE forbids downloads"):
+        fetch(NAME)
+    assert hub.downloads(NAME) == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -191,6 +192,31 @@ def test_a_server_that_is_away_delays_nothing(tmp_path: Path, monkeypatch: pytes
     assert time.monotonic() - begun < 3.0
     assert "cannot be reached" in run.lines[0]
     assert "s3cr3t" not in run.lines[0]
+
+
+@pytest.mark.parametrize("kind", ["a blank in it", "no HTTP server"])
+def test_a_wrong_url_never_stops_a_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifications, "_LOOK_S", 0.05)
+    monkeypatch.setattr(notifications, "_CLOSE_S", 1.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(9999)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    end = " p4th" if kind == "a blank in it" else ""
+    monkeypatch.setenv("MY_WEBHOOK", f"http://127.0.0.1:{listener.getsockname()[1]}/s3cr3t{end}")
+    run = Started(tmp_path)
+    with run.notifier():
+        run.events.write("ready", step=0, steps=9)
+        run.events.write("finished", step=9)
+    (line,) = run.lines
+    assert ("not a valid URL" if kind == "a blank in it" else "not HTTP") in line
+    assert "s3cr3t" not in line
+    assert "p4th" not in line
 
 
 def test_the_url_s_source_is_checked_before_the_queue(tmp_path: Path) -> None:
