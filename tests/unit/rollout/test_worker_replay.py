@@ -79,11 +79,15 @@ def test_an_environment_can_forbid_replays(tmp_path: Path) -> None:
 
 
 def test_another_stop_keeps_what_could_not_be_replayed_yet(tmp_path: Path) -> None:
+    finished_one = asyncio.Event()
+
     class Hanging(Replaying):
         async def run(self, request: GroupRequest, sample: int, **more: Any) -> Rollout:
             if sample == 0:
                 await asyncio.Event().wait()
-            return await super().run(request, sample, **more)
+            rollout = await super().run(request, sample, **more)
+            finished_one.set()
+            return rollout
 
     worker = with_begun(tmp_path, 5, 2)
     file = tmp_path / "buffer" / "begun_5.h5"
@@ -93,7 +97,8 @@ def test_another_stop_keeps_what_could_not_be_replayed_yet(tmp_path: Path) -> No
         parts: Any = worker
         parts._pool, parts._agent = Pool(), Hanging()
         running = asyncio.ensure_future(worker.run_group(replace(request_of(5), n_samples=2)))
-        await asyncio.sleep(0.05)
+        await finished_one.wait()
+        await asyncio.sleep(0.05)  # the group takes note of it
         running.cancel()
         worker._stopping = True
         assert (await running).rollouts == ()
