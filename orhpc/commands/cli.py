@@ -41,7 +41,7 @@ from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConfigError, OrhpcEr
 from orhpc.launch.__main__ import add_launch
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.command_line import engine_options, own_options, without_flags
-from orhpc.process.terminal import guarded_output, safe
+from orhpc.process.terminal import discard_output, guarded_output, safe
 from orhpc.rollout.try_options import add_prepare_tasks, add_try_env
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is not None or error.errno not in _FULL:
             raise
-        _discard_output()
+        discard_output()
         print(f"orhpc: the output cannot be written: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     return code
@@ -81,11 +81,6 @@ def _open_closed_streams() -> None:
             os.dup2(opened, number)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-
-
-def _discard_output() -> None:
-    """Let the interpreter's flush at exit succeed (docs.python.org, "Note on SIGPIPE")."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(arguments: Sequence[str] | None) -> int:

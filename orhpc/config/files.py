@@ -82,7 +82,7 @@ PACKAGED = Path(__file__).parents[1] / "configs"
 
 
 def is_override(word: str) -> bool:
-    """Whether an argument is ``section.key=value``; a config file may lie in a folder such as ``lr=1e-5``."""
+    """Whether an argument is ``section.key=value``; a config's folder may be named ``lr=1e-5``."""
     is_file = word.endswith((".yaml", ".yml")) and os.path.isfile(word)  # noqa: PTH113 - raises for long words
     return "=" in word and not is_file
 

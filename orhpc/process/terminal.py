@@ -82,6 +82,11 @@ def guard_output() -> None:
     sys.stdout, sys.stderr = cast(TextIO, GuardedStream(sys.stdout)), cast(TextIO, GuardedStream(sys.stderr))
 
 
+def discard_output() -> None:
+    """Let the interpreter's flush at exit succeed (docs.python.org, "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def styled_output() -> TextIO:
     """Standard output for text with colors of our own: secrets are redacted, control characters pass.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from orhpc.config.files import is_override, load_config
 from orhpc.data.task_file import write_tasks
 from orhpc.errors import ConfigError, OrhpcError, UserCodeError, policy_of
 from orhpc.process.secrets import resolve_secrets
-from orhpc.process.terminal import guarded_output
+from orhpc.process.terminal import discard_output, guarded_output
 from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.own_server import OwnServer
 
@@ -38,8 +37,8 @@ def exit_code_of(command: Callable[[], int]) -> int:
             code = command()
             sys.stdout.flush()
             return code
-        except BrokenPipeError:  # ``| head``; the interpreter flushes again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # ``| head``
+            discard_output()
             return 128 + signal.SIGPIPE
         except KeyboardInterrupt:
             print(file=sys.stderr)

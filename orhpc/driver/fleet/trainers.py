@@ -372,10 +372,9 @@ class Trainers:
     async def save_poll(self) -> tuple[ShardFile, ...] | None:
         """Shards of the pending save once every rank has written its own, else None."""
         written = await self.all(TrainerRank.save_poll)
-        whole = [files for files in written if files is not None]
-        if len(whole) < len(written):
+        if any(files is None for files in written):
             return None
-        return tuple(ShardFile(**f) for files in whole for f in files)
+        return tuple(ShardFile(**f) for files in written if files is not None for f in files)
 
     async def finish_save(self, timeout_s: float) -> tuple[ShardFile, ...]:
         """Wait for the pending save.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,12 +127,7 @@ def read_generation(
     except _MALFORMED as error:
         reason = " ".join(repr(error).split())[:200]
         raise EngineUnavailable(f"engine {url}: the answer is not SGLang's: {reason}") from error
-    # Trainers look up every id in the embedding, where an id outside of it would end them.
-    limit = np.iinfo(np.int32).max if vocabulary is None else vocabulary
-    if (bad := tokens[(tokens < 0) | (tokens >= limit)]).size:
-        raise EngineUnavailable(f"engine {url}: sampled token id {bad[0]} is outside 0 .. {limit - 1}")
-    if not np.isfinite(logprobs).all():
-        raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
+    _refuse_impossible(tokens, logprobs, url, vocabulary)
     if read_tokens != prompt_tokens:
         raise EngineUnavailable(
             f"engine {url}: it read {read_tokens} tokens where a prompt with images has {prompt_tokens}: it "
@@ -145,14 +141,7 @@ def read_generation(
     if routes_start is not None and route_shape is not None and len(tokens):
         rows = prompt_tokens + len(tokens) - 1 - routes_start
         routes = decode_routes(meta.get("routed_experts"), route_shape, rows)
-    # SGLang looks for them last (``Req.check_finished``): one may be what it sampled while it aborted the
-    # request, or last before the limit; and speculative decoding accepts several tokens at once.
-    if finish is not FinishReason.STOP and (found := np.flatnonzero(np.isin(tokens, list(stops)))).size:
-        finish, kept = FinishReason.STOP, int(found[0]) + 1
-        tokens, logprobs = tokens[:kept], logprobs[:kept]
-        if routes is not None:
-            routes = routes[: len(routes) - completion + kept]
-    return Generation(
+    generation = Generation(
         tokens_N=tokens,
         logprobs_N=logprobs,
         finish_reason=finish,
@@ -161,6 +150,36 @@ def read_generation(
         cached_tokens=cached,
         routes=routes,
         routes_start=routes_start or 0,
+    )
+    return _ended_by(generation, stops)
+
+
+def _refuse_impossible(tokens: np.ndarray, logprobs: np.ndarray, url: str, vocabulary: int | None) -> None:
+    """Raise EngineUnavailable for ids outside of the vocabulary, and for log-probabilities not finite."""
+    # Trainers look up every id in the embedding, where an id outside of it would end them.
+    limit = np.iinfo(np.int32).max if vocabulary is None else vocabulary
+    if (bad := tokens[(tokens < 0) | (tokens >= limit)]).size:
+        raise EngineUnavailable(f"engine {url}: sampled token id {bad[0]} is outside 0 .. {limit - 1}")
+    if not np.isfinite(logprobs).all():
+        raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
+
+
+def _ended_by(generation: Generation, stops: Collection[int]) -> Generation:
+    """The generation up to its first stop token.
+
+    SGLang looks for them last (``Req.check_finished``): one may be what it sampled while it aborted the
+    request, or last before the limit; and speculative decoding accepts several tokens at once.
+    """
+    found = np.flatnonzero(np.isin(generation.tokens_N, list(stops)))
+    if generation.finish_reason is FinishReason.STOP or not found.size:
+        return generation
+    kept, routes = int(found[0]) + 1, generation.routes
+    return replace(
+        generation,
+        tokens_N=generation.tokens_N[:kept],
+        logprobs_N=generation.logprobs_N[:kept],
+        finish_reason=FinishReason.STOP,
+        routes=None if routes is None else routes[: len(routes) - len(generation.tokens_N) + kept],
     )
 
 
