@@ -23,7 +23,7 @@ from orhpc.rundir.events import read_events, steps_of
 
 OUTCOMES = "one_node.json"
 WARM = 2
-TURNS = ("trainer_sleep", "engines_resume", "engines_release", "trainer_wake")
+TURNS = ("trainer_copy", "trainer_sleep", "engines_resume", "engines_release", "trainer_wake")
 PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12}
 """Peak dense bfloat16 FLOPs per second."""
 PUBLISHED = """\

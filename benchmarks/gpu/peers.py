@@ -298,8 +298,9 @@ def orhpc_steps(folder: Path) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     for step, event in sorted(steps_of(read_events(folder / "events.jsonl")).items()):
         phases, turns = event["phases"], sum(event.get(f"seconds_{name}", 0.0) for name in TURNS)
+        copying = event.get("seconds_trainer_copy", 0.0)
         known = {
-            "rollout": phases["rollout"] - turns,
+            "rollout": phases["rollout"] - turns - copying,
             "logprobs": 0.0,
             "update": phases["update"],
             "sync": phases["sync"] + turns,

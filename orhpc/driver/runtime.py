@@ -199,6 +199,7 @@ class Runtime:
                 "memory_trainer_moved_gb": offloaded["moved_gb"],
                 "memory_trainer_left_gb": offloaded["left_gb"],
                 "memory_engines_left_gb": reloaded["others_gb"],
+                "seconds_trainer_copy": offloaded["copy_seconds"],
                 "seconds_trainer_sleep": offloaded["seconds"],
                 "seconds_trainer_wake": reloaded["seconds"],
             }

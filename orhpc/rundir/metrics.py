@@ -245,6 +245,9 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds_update": Metric("perf", "of that: forward and backward passes", "s", "timing_s/update_actor"),
     "seconds_optimiser": Metric("perf", "of that: optimizer steps", "s"),
+    "seconds_trainer_copy": Metric(
+        "perf", "waiting for the copy of the trainers' state (checkpoint.keep_in_memory)", "s"
+    ),
     "seconds_trainer_sleep": Metric("perf", "offloading the trainers' state", "s"),
     "seconds_trainer_wake": Metric("perf", "loading it back", "s"),
     "seconds_engines_release": Metric("perf", "engines releasing their memory", "s"),

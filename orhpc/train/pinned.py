@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,17 +37,7 @@ class PinnedBuffer:
     def prepare(self, size: int) -> None:
         """Start to allocate ``size`` bytes; :meth:`take` waits for it.  Does nothing on a CPU."""
         if size and self._device.type == "cuda" and self._preparing is None:
-            # A new thread starts with the process's first device as its current device.
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            self._preparing = threading.Thread(
-                target=self._prepare, args=(size, index), name="pinned-memory", daemon=True
-            )
-            self._preparing.start()
-
-    def _prepare(self, size: int, index: int) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # take() tries again and raises to its caller
-            torch.cuda.set_device(index)
-            self._grow(size)
+            self._preparing = allocating(self._device, lambda: self._grow(size))
 
     def take(self, size: int) -> Tensor:
         """Return the buffer: uint8, at least ``size`` bytes, with its previous contents.
@@ -72,6 +63,26 @@ class PinnedBuffer:
         if size > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating
             self._buffer = _pinned(size, self._device)
+
+
+def allocating(device: torch.device, allocate: Callable[[], None]) -> threading.Thread:
+    """Start to allocate host memory for a device in the background; returns the thread.
+
+    A failure is ignored: who needs the memory tries again, and raises to its caller.
+    """
+    index = None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            if index is not None:  # a new thread starts with the process's first device as its current device
+                torch.cuda.set_device(index)
+            allocate()
+
+    thread = threading.Thread(target=run, name="host-memory", daemon=True)
+    thread.start()
+    return thread
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:

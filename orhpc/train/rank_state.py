@@ -99,6 +99,11 @@ class RankState:
         """Return the copies in this node's memory from which this rank's state can be restored."""
         return [] if self._copies is None else sorted(self._copies.held())
 
+    def prepare_copies(self) -> None:
+        """Start to allocate the memory of this rank's copies; :meth:`copy_state` waits for it."""
+        if self._copies is not None:
+            self._copies.prepare(self.backend.shards())
+
     def restore_copy(self, copy: CopyId) -> None:
         """Continue from a copy in the node's memory.
 
@@ -177,13 +182,16 @@ class RankState:
     def sleep(self) -> dict[str, float]:
         """Move everything to host memory; return :func:`orhpc.train.sleep.residence.memory` afterwards.
 
-        Adds ``freed_bytes``, ``moved_bytes`` and ``seconds``; on a CPU nothing is moved.
+        Adds ``freed_bytes``, ``moved_bytes``, ``seconds`` and ``copy_seconds``, the wait for
+        :meth:`copy_state` before it; on a CPU nothing is moved.
         """
+        began = time.perf_counter()
         self._finish_copy()
         started = time.perf_counter()
         with typed_failures("sleep"):
             slept = self.backend.sleep()
-        return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}
+        times = {"seconds": time.perf_counter() - started, "copy_seconds": started - began}
+        return {**memory(self.device), **slept._asdict(), **times}
 
     def wake(self) -> dict[str, float]:
         """Undo :meth:`release_gradients` and :meth:`sleep`.

@@ -180,8 +180,10 @@ class Trainers:
         sizes = [rank.pop("copy_bytes") for rank in built]
         problems = [p for rank in built if (p := rank.pop("copies_problem")) is not None]
         self.info, self.copies_problem = built[0], next(iter(problems), None)
-        if self._peers is not None and self.copies_problem is None:
-            await self._peers.prepare(sizes)
+        if self.copies_problem is None:
+            await self.all(TrainerRank.prepare_copies)
+            if self._peers is not None:
+                await self._peers.prepare(sizes)
 
     async def all(
         self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
@@ -342,10 +344,8 @@ class Trainers:
             return False
 
     async def sleep(self) -> dict[str, float]:
-        """Offload all state to host memory; returns ``freed_gb``, ``moved_gb``, ``left_gb``, ``seconds``.
-
-        Memory is the sum over ranks, time that of the slowest rank; empty on CPUs.
-        """
+        """Offload all state to host memory; returns, summed over the ranks, ``freed_gb``, ``moved_gb`` and
+        ``left_gb``, and of the slowest rank ``seconds`` and ``copy_seconds``; nothing on CPUs."""
         reports = await self.all(TrainerRank.sleep)
         if "own_bytes" not in reports[0]:
             return {}
@@ -353,7 +353,7 @@ class Trainers:
             "freed_gb": sum(r["freed_bytes"] for r in reports) / 1e9,
             "moved_gb": sum(r["moved_bytes"] for r in reports) / 1e9,
             "left_gb": sum(r["own_bytes"] for r in reports) / 1e9,
-            "seconds": max(r["seconds"] for r in reports),
+            **{name: max(r[name] for r in reports) for name in ("seconds", "copy_seconds")},
         }
 
     async def wake(self) -> dict[str, float]:

@@ -27,6 +27,7 @@ from orhpc.train.checkpoint.copy_files import (
     allocated,
     complete,
     description_of,
+    files_of,
     free_file,
     mapped,
     opened,
@@ -34,7 +35,7 @@ from orhpc.train.checkpoint.copy_files import (
 )
 from orhpc.train.checkpoint.copy_transfer import Address, Cancelled, Sending
 from orhpc.train.checkpoint.shards import shard_places
-from orhpc.train.pinned import pin
+from orhpc.train.pinned import allocating, pin
 from orhpc.train.sleep.background_copies import BackgroundCopies
 
 
@@ -61,6 +62,7 @@ class StateCopies:
         self._folder, self._rank, self._device = folder, rank, device
         self._mapped_files: dict[Path, Tensor] = {}
         self._background = BackgroundCopies(device)
+        self._preparing: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._file: Path | None = None
@@ -81,6 +83,15 @@ class StateCopies:
     def bytes_of(shards: Sequence[Shard]) -> int:
         """Return the size of one copy."""
         return shard_places(shards)[-1]
+
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Start to allocate both files in the background; the first copies wait for it.
+
+        Otherwise each of the first two copies allocates one, which takes seconds per 10 GB, while the next
+        rollouts wait.  A copy tries again what fails here.
+        """
+        size = self.bytes_of(shards)
+        self._preparing = allocating(self._device, lambda: self._map_both(size))
 
     def held(self) -> set[CopyId]:
         """Return the complete copies of this rank on this node."""
@@ -152,6 +163,7 @@ class StateCopies:
         if description["layout"] != _layout(shards):
             raise CheckpointError(f"{file} is a copy of another state")
         places = shard_places(shards)
+        self._prepared()
         for shard, source in _pairs(shards, self._mapped(file, places[-1]), places):
             shard.tensor.detach().copy_(source)
         return description["progress"]
@@ -161,11 +173,13 @@ class StateCopies:
         self.join()
         if self._sending is not None:
             self._sending[1].cancel()
+        self._prepared()
         self._background.close()
         self._mapped_files.clear()
 
     def _run(self, file: Path, shards: list[Shard], places: list[int], description: dict[str, Any]) -> None:
         try:
+            self._prepared()
             room = self._mapped(file, places[-1])
             pairs = [(target, shard.tensor.detach()) for shard, target in _pairs(shards, room, places)]
             self._background.copy(pairs)
@@ -185,6 +199,14 @@ class StateCopies:
         except Exception as error:  # noqa: BLE001 - reported by send_status()
             status = SendStatus(error=" ".join(str(error).split()))
         self._send_status = status
+
+    def _map_both(self, size: int) -> None:
+        for file in files_of(self._folder, self._rank):
+            self._mapped(file, size)
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
 
     def _mapped(self, file: Path, size: int) -> Tensor:
         """Map a file, with memory for all of its pages; pinned for a GPU."""

@@ -46,7 +46,7 @@ def test_what_was_prepared_is_taken_once_it_is_there(monkeypatch: pytest.MonkeyP
     room.prepare(2000)  # an allocation is in progress
     threading.Timer(0.1, maker.may_go.set).start()
     assert room.take(900).numel() == 1000
-    assert maker.threads == ["pinned-memory"]
+    assert maker.threads == ["host-memory"]
     first = room.take(1000)
     assert first.data_ptr() == room.take(10).data_ptr()
     assert maker.sizes == [1000]

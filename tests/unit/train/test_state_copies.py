@@ -110,6 +110,36 @@ def test_a_copy_that_fails_or_is_cut_short_leaves_the_one_before(
         rank.restore_copy(named(2))
 
 
+def test_the_memory_of_both_copies_is_allocated_before_the_first(make: Make, node: Path) -> None:
+    rank = make()
+    rank.prepare_copies()
+    copies: Any = rank._copies
+    copies._preparing.join()
+    size = copies.bytes_of(rank.backend.shards())
+    assert [file.stat().st_blocks * 512 >= size for file in node.glob("*.state")] == [True, True]
+    assert steps(rank) == []
+    rooms = {file: room.data_ptr() for file, room in copies._mapped_files.items()}
+    for step in (1, 2, 3):
+        rank.copy_state(named(step))
+    rank.step(plan(1), step=4)
+    assert steps(rank) == [2, 3]
+    assert {file: room.data_ptr() for file, room in copies._mapped_files.items()} == rooms
+
+
+def test_copies_whose_memory_could_not_be_allocated_early_are_tried_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make()
+    copies: Any = rank._copies
+    with monkeypatch.context() as full:
+        full.setattr("orhpc.train.checkpoint.memory.mapped", no_room)
+        rank.prepare_copies()
+        copies._preparing.join()
+    rank.copy_state(named(1))
+    rank.step(plan(1), step=2)
+    assert steps(rank) == [1]
+
+
 def no_room(*_: Any) -> Any:
     raise OSError("no room")
 
