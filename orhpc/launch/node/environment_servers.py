@@ -20,6 +20,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
 from orhpc.launch.node import processes
 from orhpc.launch.node.replicas import replicas_of
 from orhpc.plan.placement import Node
+from orhpc.process.hashing import same_hashes
 from orhpc.process.ports import hold_port, stop_listening
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
@@ -107,7 +108,7 @@ class ServedEnvironments:
 
     def _spawn(self, label: str) -> None:
         command, log = self._commands[label]
-        env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+        env = same_hashes({**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"})
         listener = self._held[label]
         process = processes.spawn(command, log=log, env=env, piped=True, pass_fds=[listener.fileno()])
         processes.write_input(process, f"{self._key}\n")
