@@ -89,6 +89,23 @@ def test_an_answer_that_takes_for_ever_scores_nothing_and_the_next_is_judged(
     assert "took more than 3 s" in slow.blocks[0].text
 
 
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [("prime_factorization", "I do not know"), ("game_of_life", "{}"), ("boxnet", "0"), ("boxnet", "[[1]]")],
+)
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(task: str, answer: str) -> None:
+    """These scorers raise, which was a failure of the environment: retried, and never a reward."""
+    pytest.importorskip("reasoning_gym")
+    environment = environment_class("reasoning-gym", {"task": task, "n_tasks": 1})
+
+    async def run() -> Any:
+        return await environment(await environment.get_task("train", 0), {}).answer(gym.Answer(text=answer))
+
+    output = asyncio.run(run())
+    assert (output.reward, output.finished) == (0.0, True)
+    assert "could not be read" in output.blocks[0].text
+
+
 @pytest.mark.parametrize("task", ["isomorphic_strings", "ransom_note"])
 def test_all_servers_of_an_environment_have_the_same_tasks(task: str, tmp_path: Path) -> None:
     """These generators draw from sets, whose order depends on the hashes of the process."""
