@@ -44,9 +44,9 @@ def clean(options: argparse.Namespace) -> int:
         return EXIT_OK
     freed = sum(size_of(path) for path in chosen)
     for path in chosen:
-        print(f"{'would remove' if options.dry_run else 'removed'} {path}")
         if not options.dry_run:
             _remove(path)
+        print(f"{'would remove' if options.dry_run else 'removed'} {path}")
     print(f"{_readable(freed)} {'would be freed' if options.dry_run else 'freed'}")
     return EXIT_OK
 

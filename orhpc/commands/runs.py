@@ -18,6 +18,10 @@ from orhpc.process.terminal import safe, styled_output
 
 _COLORS = {State.RUNNING: "green", State.STARTING: "green", State.DEAD: "red", State.WAITING: "yellow"}
 
+_LEAST = 16
+"""Characters of a name that are kept in one line."""
+_WIDEST = 10_000
+
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -45,7 +49,11 @@ def runs(options: argparse.Namespace) -> int:
 
 
 def print_table(states: Iterable[RunState]) -> None:
-    """Print one line per run."""
+    """Print one line per run.
+
+    On a terminal that is too narrow the names of runs and jobs are folded, down to :data:`_LEAST` characters;
+    then the lines are longer than the terminal, which shows what a narrower table would leave out.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("run", "state", "step", "reward", "eval", "left", "last event", "job"):
         table.add_column(head, no_wrap=head not in ("run", "job"), overflow="fold")
@@ -53,7 +61,18 @@ def print_table(states: Iterable[RunState]) -> None:
         table.add_row(*_row(state), style=_COLORS.get(state.state, ""))
     # Without a terminal nothing must be folded: a script reads one line per run.
     console = Console(file=styled_output(), highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.width = max(console.width, _least_width(console, table))
     console.print(table)
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Columns of the terminal that the table needs if only long names are folded."""
+    natural = console.measure(table, options=console.options.update_width(_WIDEST)).maximum
+    for column in table.columns:
+        if not column.no_wrap:
+            longest = max(len(str(cell)) for cell in (column.header, *column.cells))
+            natural -= max(0, longest - _LEAST)
+    return natural
 
 
 def _row(state: RunState) -> tuple[str, ...]:

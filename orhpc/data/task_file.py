@@ -14,6 +14,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import string
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,6 +97,8 @@ def _task(settings: DataSettings, row: Row) -> _Task:
         task["label"] = _column(settings.label, row)
         if task["label"] is None and not settings.is_function:
             raise ValueError(f"column {settings.label!r} is empty, so no answer could be right")
+        if settings.verifier == "regex":
+            _check_pattern(settings.label, str(task["label"]))
     asked = _line(task)
     if settings.is_function:
         task["row"] = dict(row)
@@ -103,6 +106,14 @@ def _task(settings: DataSettings, row: Row) -> _Task:
             asked = _line(task)
     difficulty = 0.0 if settings.difficulty is None else float(_column(settings.difficulty, row))
     return _Task(difficulty, asked, _line(task))
+
+
+def _check_pattern(column: str, label: str) -> None:
+    """Raises ValueError for a label with which every search would fail, and so its task."""
+    try:
+        re.compile(label)
+    except re.error as error:
+        raise ValueError(f"column {column!r} is not a regular expression: {error}") from None
 
 
 def _line(task: Mapping[str, Any]) -> str:

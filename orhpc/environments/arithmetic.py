@@ -12,6 +12,8 @@ from orhpc.environments import bundled
 _NUMBERS_READ = 4
 """Only the first numbers of an answer count, so that listing all numbers gives no reward."""
 
+_NUMBER = re.compile(r"(?<![0-9])-?[0-9]+(?:\.[0-9]+)?")
+
 
 class Options(bundled.Options):
     max_number: int = Field(default=9, gt=0)
@@ -48,8 +50,8 @@ class Arithmetic(bundled.BundledEnvironment):
         """Take the answer."""
         a, b = self._summands()
         # A repeated question contains the sum if one summand is 0.
-        numbers = re.findall(r"\d+", answer.text.replace(f"{a} + {b}", ""))[:_NUMBERS_READ]
-        right = str(a + b) in numbers
+        rest = re.sub(rf"\b{a}\s*(\+|plus|and)\s*{b}\b", "", answer.text)
+        right = a + b in map(float, _NUMBER.findall(rest)[:_NUMBERS_READ])
         return ToolOutput(
             blocks=bundled.text("Right." if right else "Wrong."), reward=float(right), finished=True
         )

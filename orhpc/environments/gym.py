@@ -13,6 +13,9 @@ from orhpc.environments import bundled
 from orhpc.errors import ConfigError
 from orhpc.judging import killable, puzzles
 
+_NOT_READ = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
+"""What some scorers raise for an answer of another form than they expect: it is wrong, not a failure."""
+
 
 def _reasoning_gym() -> Any:
     try:
@@ -37,7 +40,7 @@ class Options(bundled.Options):
             raise ValueError(f"reasoning-gym has no task {self.task!r}")
         try:
             _dataset(self, "train")
-        except (TypeError, AssertionError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - its datasets check settings in many ways, or not at all
             raise ValueError(f"settings of {self.task!r}: {error}") from None
         return self
 
@@ -88,4 +91,6 @@ class ReasoningGym(bundled.BundledEnvironment):
             score, why = await killable.call(puzzles.score, *asked, prepare=puzzles.prepare), ""
         except killable.NoResult as problem:
             score, why = 0.0, f": the comparison {problem}"
+        except _NOT_READ as error:
+            score, why = 0.0, f": the answer could not be read ({type(error).__name__})"
         return ToolOutput(blocks=bundled.text(f"{score:.2f}{why}"), reward=score, finished=True)

@@ -118,8 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent()
     os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
-    # By default the server logs every request, which costs more than these environments do.
-    os.environ.setdefault("OPENREWARD_LOG_LEVEL", "WARNING")
     try:
         protect_process(json.loads(arguments.secrets_json))
         options = json.loads(arguments.options_json)

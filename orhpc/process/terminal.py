@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -78,7 +79,13 @@ def guarded_output() -> Iterator[None]:
 
 
 def guard_output() -> None:
-    """Guard standard output and standard error of this process."""
+    """Guard standard output and standard error of this process.
+
+    Characters that the terminal's encoding lacks, as in Latin-1 locales, are shown as ``\\uNNNN``: they come
+    from a model or an environment, and must not end a command.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error
     sys.stdout, sys.stderr = cast(TextIO, GuardedStream(sys.stdout)), cast(TextIO, GuardedStream(sys.stderr))
 
 

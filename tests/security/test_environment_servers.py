@@ -66,6 +66,19 @@ def reward_of(url: str, key: str | None, timeout_s: float = 90.0) -> float | Non
     return asyncio.run(run())
 
 
+def test_a_server_does_not_log_each_request(
+    served: ServedEnvironments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is in the run directory, and would have gigabytes after some days."""
+    monkeypatch.delenv("OPENREWARD_LOG_LEVEL")  # the tests set it
+    (url,) = served.reserve()[NAME]
+    served.start()
+    assert reward_of(url, (RunDir(tmp_path).attempt(1) / "environment.key").read_text()) is not None
+    served.stop()
+    (log,) = RunDir(tmp_path).attempt(1).glob("environment_*.log")
+    assert "request_handled" not in log.read_text()
+
+
 def test_only_requests_with_the_key_are_answered(
     served: ServedEnvironments, stranger: Stranger, tmp_path: Path
 ) -> None:

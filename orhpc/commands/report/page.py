@@ -91,13 +91,14 @@ def page(runs: Sequence[RunDir]) -> str:
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            f"<style>{(shared / 'base.css').read_text()}{(assets / 'report.css').read_text()}</style>",
+            f"<style>{(shared / 'base.css').read_text('utf-8')}</style>",
+            f"<style>{(assets / 'report.css').read_text('utf-8')}</style>",
             "</head><body>",
             '<main id="report"></main>',
             f'<script type="application/json" id="data">{block}</script>',
-            f"<script>{(assets / 'echarts.min.js').read_text()}</script>",
-            f"<script>{(shared / 'dom.js').read_text()}</script>",
-            f"<script>{(assets / 'report.js').read_text()}</script>",
+            f"<script>{(assets / 'echarts.min.js').read_text('utf-8')}</script>",
+            f"<script>{(shared / 'dom.js').read_text('utf-8')}</script>",
+            f"<script>{(assets / 'report.js').read_text('utf-8')}</script>",
             "</body></html>\n",
         )
     )

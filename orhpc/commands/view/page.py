@@ -18,7 +18,7 @@ _VIEWPORT = '<meta name="viewport" content="width=device-width,initial-scale=1">
 def asset(name: str) -> str:
     """The content of one of :data:`STYLES` or :data:`SCRIPTS`."""
     folder = "orhpc.commands" if name in _SHARED else "orhpc.commands.view"
-    return (files(folder) / "assets" / name).read_text()
+    return (files(folder) / "assets" / name).read_text("utf-8")
 
 
 def served_page(title: str) -> str:

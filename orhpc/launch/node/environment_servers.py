@@ -20,6 +20,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
 from orhpc.launch.node import processes
 from orhpc.launch.node.replicas import replicas_of
 from orhpc.plan.placement import Node
+from orhpc.process.hashing import same_hashes
 from orhpc.process.ports import hold_port, stop_listening
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
@@ -107,8 +108,12 @@ class ServedEnvironments:
 
     def _spawn(self, label: str) -> None:
         command, log = self._commands[label]
-        env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+        # By default the server logs every request, which costs more than many environments do.  The level
+        # counts from the import of openreward, before the server's own code runs.
+        env = {"OPENREWARD_LOG_LEVEL": "WARNING", **os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
         listener = self._held[label]
-        process = processes.spawn(command, log=log, env=env, piped=True, pass_fds=[listener.fileno()])
+        process = processes.spawn(
+            command, log=log, env=same_hashes(env), piped=True, pass_fds=[listener.fileno()]
+        )
         processes.write_input(process, f"{self._key}\n")
         self._running[label], self._started[label] = process, time.monotonic()

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import http.client
 import json
+import math
 import os
 import socket
 import statistics
@@ -110,6 +111,9 @@ class Notifier:
         self._origin, self._step, self._end_reported, self._complained = "", 0, False, False
         self._why = "its driver was killed"
         self._done = threading.Event()
+        self._deadline = math.inf
+        self._alarms: dict[str, int] = {}
+        """Newest step with an alarm, by metric."""
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -127,21 +131,16 @@ class Notifier:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Send what is left, within a deadline."""
+        """Wait until the thread has sent what is left, within a deadline."""
         if self._thread is None:
             return
         if error is not None:
             self.ended(error)
+        seconds = _CLOSE_AFTER_STOP_S if self._stopping() else _CLOSE_S
+        self._deadline = time.monotonic() + seconds
         self._done.set()
-        end = time.monotonic() + (_CLOSE_AFTER_STOP_S if self._stopping() else _CLOSE_S)
-        self._thread.join(end - time.monotonic())
-        if self._thread.is_alive():
-            return
-        if not self._end_reported:
-            self._tell("end", "failed", f"failed: {self._why}", outcome="failed")
-        while self._waiting and time.monotonic() < end:
-            self._deliver()
-            time.sleep(0.1)
+        # Only the thread sends: a server may take longer than the deadline for one message, or for ever.
+        self._thread.join(seconds)
         if self._waiting:
             self._complain(f"{len(self._waiting)} messages were not delivered")
 
@@ -160,8 +159,17 @@ class Notifier:
                 text = f"no step for {waited / 60:.0f} min after step {self._step}; usual are {usual:.0f} s"
                 self._tell("gap", "gap", text, seconds=round(waited), usual_seconds=round(usual, 1))
             if over:
-                return
+                break
             self._deliver()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Send what is left, until the deadline."""
+        if not self._end_reported:
+            self._tell("end", "failed", f"failed: {self._why}", outcome="failed")
+        while self._waiting and time.monotonic() < self._deadline:
+            self._deliver()
+            time.sleep(0.1)
 
     def _handle(self, event: dict[str, Any]) -> None:
         """Turn an event into a message, if it is one of those that are wanted."""
@@ -175,7 +183,7 @@ class Notifier:
         elif kind == "ready":
             step = f"step {event.get('step', 0)} of {event.get('steps', '?')}"
             self._tell("start", "started", f"started (attempt {self._attempt}, {step}, from {self._origin})")
-        elif kind == "alarm":
+        elif kind == "alarm" and self._is_new(event):
             self._tell("alarm", "alarm", f"alarm: {event['reason']}", metric=event.get("metric"))
         elif kind in ("finished", "stopped", "failed"):
             self._end_reported = True
@@ -186,6 +194,16 @@ class Notifier:
         elif kind in ("restart", "node_replaced"):
             self._end_reported = False
             self._gaps.stop()
+
+    def _is_new(self, alarm: dict[str, Any]) -> bool:
+        """Whether the metric was within its threshold a step earlier.
+
+        One that stays beyond it has an event in every step, and would be a message in each for days.
+        """
+        metric, step = str(alarm.get("metric")), alarm.get("step", self._step)
+        before = self._alarms.get(metric)
+        self._alarms[metric] = step
+        return before is None or step > before + 1
 
     def _tell(self, occasion: Occasion, event: str, text: str, **more: Any) -> None:
         if occasion not in self._settings.events:

@@ -14,6 +14,7 @@ from typing import Self
 
 from orhpc.config import EnvironmentSettings
 from orhpc.errors import ConfigError
+from orhpc.process.hashing import same_hashes
 from orhpc.process.parent import naming_parent
 from orhpc.process.ports import hold_port
 from orhpc.process.user_code import user_frames
@@ -45,7 +46,7 @@ class OwnServer:
         with self.log.open("wb") as log:
             # Tracebacks are read from the log while the server runs.
             quiet = {"OPENREWARD_LOG_LEVEL": "WARNING", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-            env = naming_parent({**os.environ, **quiet})
+            env = naming_parent(same_hashes({**os.environ, **quiet}))
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env,
                 pass_fds=[self._listener.fileno()],

@@ -90,3 +90,16 @@ def test_a_link_is_not_followed(run: RunDir, tmp_path: Path) -> None:
     (run.rollouts_of(1) / "link").symlink_to(outside)
     assert main(["clean", str(run.path), "--rollouts", "1"]) == EXIT_OK
     assert (outside / "precious").exists()
+
+
+def test_what_cannot_be_removed_is_not_called_removed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)  # as in a run of a colleague
+    assert main(["clean", str(run.path), "--exports"]) == EXIT_CONFIG
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"orhpc: {run.export}: not removed: Permission denied\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from orhpc.commands import cli
+from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
+
+from .view.kit import make_run
 
 
 @pytest.fixture
@@ -58,6 +62,24 @@ def test_a_full_disk_behind_standard_output_is_one_line() -> None:
         done = subprocess.run(command("files"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr == "orhpc: the output cannot be written: No space left on device\n"
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["view", "--rollout", "30.0"], ["view", "--export", "page.html"], ["report", "-o", "report.html"]],
+)
+def test_a_locale_without_unicode_is_not_a_failure(arguments: list[str], tmp_path: Path) -> None:
+    """As ``LANG=de_DE``, which is Latin-1; a model's answer has any character."""
+    run = make_run(tmp_path / "run", prompt="Öffne die Tür, 请。")
+    name, option, value = arguments
+    value = str(tmp_path / value) if value.endswith(".html") else value
+    limits = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        command(name, str(run.path), option, value), capture_output=True, env={**os.environ, **limits}
+    )
+    assert done.returncode == EXIT_OK, done.stderr
+    if option == "--rollout":
+        assert b"\\xd6ffne die T\\xfcr, \\u8bf7" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["launch", "plan"])

@@ -123,6 +123,23 @@ def test_the_table_has_a_line_per_run(root: Path, capsys: pytest.CaptureFixture[
     assert main(["runs", str(root / "b/rollouts")]) == EXIT_CONFIG
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_a_narrow_terminal_keeps_names_readable(
+    columns: int, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folded, a name of 40 characters had one letter per line, or was left out."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    make(root, "lr-1e-4_seed-0_" + "b" * 25, "local", "step", "finished")
+    make(root, "tiny", "local", "step", "finished")
+    assert main(["runs", str(root)]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("tiny ") and "finished" in line and "1/50" in line for line in lines)
+    assert any(line.startswith("lr-1e-4_seed-0_b") and "1/50" in line for line in lines)
+    assert len(lines) <= 5
+
+
 @pytest.mark.parametrize("most", [1, 100, 300, 10_000])
 def test_the_last_events_are_whole_ones(tmp_path: Path, most: int) -> None:
     log = EventLog(tmp_path / "events.jsonl", 1)

@@ -134,6 +134,7 @@ def _program(tmp_path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ('{"prompt": "a", "label": 1}\n', {"prompt": "{prompt"}, "row 1: "),
         ('{"prompt": [{"role": "system", "content": "s"}], "label": 1}\n', {}, "a conversation of system"),
         ('{"prompt": "a", "label": null}\n', {"verifier": "exact"}, "row 1: column 'label' is empty"),
+        ('{"prompt": "a", "label": "(4"}\n', {"verifier": "regex"}, "row 1: column 'label' is not a regular"),
         ('{"prompt": "\\ud800", "label": 1}\n', {}, "surrogates not allowed"),
         (
             '{"prompt": "a", "label": 1, "x": ' + "[" * 5000 + "]" * 5000 + "}\n",

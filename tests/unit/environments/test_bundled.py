@@ -100,6 +100,30 @@ def test_a_correct_sum_is_rewarded(answer: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("What is {a} + {b}?", 0.0),
+        ("{a}+{b}", 0.0),
+        ("{a} plus {b}", 0.0),
+        ("the sum of {a} and {b}", 0.0),
+        ("-{s}", 0.0),
+        ("{s}.5", 0.0),
+        ("{a} + {b} = {s}", 1.0),
+        ("{a}+{b}={s}.", 1.0),
+        ("{s}.0", 1.0),
+    ],
+)
+def test_a_repeated_question_is_no_answer(answer: str, reward: float) -> None:
+    """Not even where one summand is 0, so that the question has the sum in it."""
+    for task in tasks_of(Arithmetic, "train", 40):
+        parts = prompt_of(task).split()
+        a, b = int(parts[2]), int(parts[4].rstrip("?"))
+        if a + b > 0 and 0 in (a, b):
+            output = asyncio.run(task.answer(Sum(text=answer.format(a=a, b=b, s=a + b))))
+            assert output.reward == reward, (a, b)
+
+
+@pytest.mark.parametrize(
     ("text", "reward"), [("abcd", 1.0), ("ab!!", 0.5), ("a", 0.25), ("", 0.0), ("\x00\ufffd12", 0.0)]
 )
 def test_the_reward_is_the_share_of_correct_letters(text: str, reward: float) -> None:
@@ -155,6 +179,7 @@ def test_reasoning_gym_verifies_answers() -> None:
         ("treasure", {"doors": "many"}, "doors"),
         ("reasoning-gym", {"task": "no_such"}, "no_such"),
         ("reasoning-gym", {"settings": {"no_such": 1}}, "settings"),
+        ("reasoning-gym", {"task": "composite", "settings": {"datasets": [{"name": "gcd"}]}}, "settings"),
     ],
 )
 def test_bad_options_give_a_one_line_error(name: str, options: dict[str, Any], message: str) -> None:

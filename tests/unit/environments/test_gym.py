@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 
+from orhpc.config import Config
+from orhpc.config.files import load_config
 from orhpc.environments import gym
 from orhpc.environments.server import environment_class
 from orhpc.judging import killable
+from orhpc.launch.node.environment_servers import ServedEnvironments
+from orhpc.plan.placement import Node
+from orhpc.rollout.environment.environment import Environment
+from orhpc.rollout.environment.own_server import OwnServer
+from orhpc.rundir import RunDir
+from orhpc.types import Task
 
 pytestmark = pytest.mark.slow
 TASKS = {
@@ -79,3 +87,58 @@ def test_an_answer_that_takes_for_ever_scores_nothing_and_the_next_is_judged(
     slow, right = asyncio.run(run())
     assert (slow.reward, right.reward) == (0.0, 1.0)
     assert "took more than 3 s" in slow.blocks[0].text
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [("prime_factorization", "I do not know"), ("game_of_life", "{}"), ("boxnet", "0"), ("boxnet", "[[1]]")],
+)
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(task: str, answer: str) -> None:
+    """These scorers raise, which was a failure of the environment: retried, and never a reward."""
+    pytest.importorskip("reasoning_gym")
+    environment = environment_class("reasoning-gym", {"task": task, "n_tasks": 1})
+
+    async def run() -> Any:
+        return await environment(await environment.get_task("train", 0), {}).answer(gym.Answer(text=answer))
+
+    output = asyncio.run(run())
+    assert (output.reward, output.finished) == (0.0, True)
+    assert "could not be read" in output.blocks[0].text
+
+
+@pytest.mark.parametrize("task", ["isomorphic_strings", "ransom_note"])
+def test_all_servers_of_an_environment_have_the_same_tasks(task: str, tmp_path: Path) -> None:
+    """These generators draw from sets, whose order depends on the hashes of the process."""
+    pytest.importorskip("reasoning_gym")
+    overrides = [
+        f"environments.gym={{serve: reasoning-gym, replicas: 2, serve_options: {{task: {task}}}}}",
+        "environments.orhpc/letters=null", "rollout.workers_per_node=2",
+    ]  # fmt: skip
+    config = load_config(Path("configs/tiny.yaml"), overrides)
+    rundir = RunDir(tmp_path)
+    rundir.attempt(1).mkdir(parents=True)
+    (rundir.attempt(1) / "environment.key").write_text("key")
+    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=8), rundir, 1)
+    urls = servers.reserve()["gym"]
+    servers.start()
+    try:
+        first, second = (asyncio.run(_prompts(config, url)) for url in urls)
+    finally:
+        servers.stop()
+    with OwnServer("gym", config.environments["gym"], tmp_path) as own:  # orhpc try-env, prepare-tasks
+        third = asyncio.run(_prompts(config, own.url, own.key))
+    assert first == second == third
+    assert len(set(first)) == 4
+
+
+async def _prompts(config: Config, url: str, key: str = "key") -> list[str]:
+    settings, rollout = config.environments["gym"], config.rollout
+    environment = await Environment.open("gym", settings, secrets={}, rollout=rollout, url=url, key=key)
+    try:
+        prompts = []
+        for index in range(4):
+            async with environment.session(Task("gym", "train", index)) as session:
+                prompts.append(session.prompt)
+        return prompts
+    finally:
+        await environment.close()

@@ -194,6 +194,55 @@ def test_a_server_that_is_away_delays_nothing(tmp_path: Path, monkeypatch: pytes
     assert "s3cr3t" not in run.lines[0]
 
 
+def test_a_metric_that_stays_beyond_its_threshold_is_one_message(tmp_path: Path, hook: Webhook) -> None:
+    run = Started(tmp_path, "notify.events=[alarm, end]")
+    with run.notifier():
+        for step in (1, 2, 3, 3, 5, 6):  # step 3 is repeated after a restart; at step 4 all is well
+            run.step(step)
+            run.events.write("alarm", step=step, reason=f"grad_norm {step}", metric="grad_norm")
+            run.events.write("alarm", step=step, reason=f"rollout_kl {step}", metric="rollout_kl")
+        run.events.write("finished", step=6)
+    assert [b["text"].partition(": ")[2] for b in hook.bodies] == [
+        "alarm: grad_norm 1",
+        "alarm: rollout_kl 1",
+        "alarm: grad_norm 5",
+        "alarm: rollout_kl 5",
+        "finished after step 6",
+    ]
+
+
+@pytest.mark.parametrize("answer", ["nothing", "a header without an end"])
+def test_a_webhook_that_never_answers_does_not_delay_the_end(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "_LOOK_S", 0.05)
+    monkeypatch.setattr(notifications, "_CLOSE_S", 1.0)
+    listener, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            if answer != "nothing":
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            while not over.wait(0.2):
+                if answer != "nothing":
+                    connection.sendall(b"x")
+
+    threading.Thread(target=drip, daemon=True).start()
+    watchdog = threading.Timer(20.0, over.set)  # without a deadline, the test would wait for ever
+    watchdog.start()
+    monkeypatch.setenv("MY_WEBHOOK", f"http://127.0.0.1:{listener.getsockname()[1]}/s3cr3t")
+    run = Started(tmp_path)
+    begun = time.monotonic()
+    with run.notifier():
+        run.events.write("finished", step=9)
+    assert time.monotonic() - begun < 5.0
+    over.set()
+    watchdog.cancel()
+    (line,) = run.lines
+    assert "1 messages were not delivered" in line
+
+
 @pytest.mark.parametrize("kind", ["a blank in it", "no HTTP server"])
 def test_a_wrong_url_never_stops_a_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "_LOOK_S", 0.05)
