@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
-from orhpc.plan.layout import Layout, stages
+from orhpc.plan.layout import Layout, stage_layers
 
 Recompute = Literal["none", "selective", "full"]
 """What is recomputed in the backward pass: nothing, some modules of each layer, or whole layers."""
@@ -198,7 +198,7 @@ def critic_parameters(shape: ModelShape) -> int:
 def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
     """One pipeline stage with megatron-core's distributed optimizer: float32 gradient sums on
     every rank, master weights and moments divided over the ranks that hold the same part."""
-    layers = stages(shape, layout.pp)[stage]
+    layers = stage_layers(shape, layout.pp, demand.vpp)[stage]
     last = stage == layout.pp - 1
     own = _held(shape, layout, demand, stage)
     critic = _held(shape, layout, demand, stage, critic=True) if demand.critic else _Held()
@@ -247,7 +247,7 @@ class _Held:
 def _held(shape: ModelShape, layout: Layout, demand: Demand, stage: int, *, critic: bool = False) -> _Held:
     first, last = stage == 0, stage == layout.pp - 1
     # Layers with and without experts: all of a kind have the same tensors.
-    kinds = Counter(bool(shape.layers[i].experts) for i in stages(shape, layout.pp)[stage])
+    kinds = Counter(bool(shape.layers[i].experts) for i in stage_layers(shape, layout.pp, demand.vpp)[stage])
     example = {bool(layer.experts): i for i, layer in enumerate(shape.layers)}
     held = [(t, count) for kind, count in kinds.items() for t in shape.layer_tensors(example[kind])]
     # The critic's head, one row, is not counted; it is never tied to the embedding.
@@ -351,7 +351,7 @@ def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
 
 def _activations(
     shape: ModelShape,
-    layers: range,
+    layers: Sequence[int],
     layout: Layout,
     demand: Demand,
     *,

@@ -66,12 +66,19 @@ class RunPlan:
         return total
 
     def _engine_bytes(self, tensor: HfTensor) -> int:
-        elements, whole = tensor.elements * tensor.copies, tensor.part in ("latent", "norm", "router", "bias")
-        attention = self.tp // self.config.engine.dp
-        share = 1 if whole else attention if tensor.part == "attention" else self.tp
+        elements = tensor.elements * tensor.copies
         quantized = self.config.precision != "bf16" and tensor.part in QUANTIZED_PARTS
         size = elements + -(-4 * elements // FP8_BLOCK**2) if quantized else elements * self._element_bytes
-        return -(-size // share)
+        return -(-size // self._engine_ranks(tensor))
+
+    def _engine_ranks(self, tensor: HfTensor) -> int:
+        """Number of parts into which SGLang (0.5, ``srt/models``) divides a tensor among an engine's ranks."""
+        attention = self.tp // self.config.engine.dp
+        if tensor.part in ("latent", "norm", "router", "bias"):
+            return 1
+        if ".k_proj." in tensor.name or ".v_proj." in tensor.name:
+            return min(attention, self.shape.kv_heads)  # each rank has at least one head
+        return attention if tensor.part in ("attention", "embedding") else self.tp
 
     @property
     def _element_bytes(self) -> int:

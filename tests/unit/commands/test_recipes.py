@@ -38,16 +38,25 @@ RECIPES = [
     ("deepseek-v3.yaml", H100),
 ]
 
+PUBLISHED = {name: config for name, (config, *_) in REAL.items()} | {
+    # The package's own model may not have been made on this machine.
+    "bundled:smollm2-135m-instruct": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-05,
+        "rope_theta": 100000.0, "hidden_act": "silu", "tie_word_embeddings": True, "dtype": "bfloat16",
+    }
+}  # fmt: skip
+
 
 def arguments_of(tmp_path: Path, recipe: str, memory: str) -> list[str]:
     """Arguments of ``orhpc plan``, with a folder that holds the model's published ``config.json``."""
     name, *more = recipe.split()
     model = load_config(CONFIGS / name).model.path.rpartition("/")[2]
-    if model in REAL:  # else it comes with the package
-        folder = tmp_path / model
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(REAL[model][0]))
-        more.append(f"model.path={folder}")
+    folder = tmp_path / model
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[model]))
+    more.append(f"model.path={folder}")
     return [str(CONFIGS / name), "--device-memory", memory, *more]
 
 

@@ -143,6 +143,26 @@ def test_every_engine_weight_is_counted_once_over_the_devices(tmp_path: Path) ->
         assert run.engine_weights * tp == 2 * (shape.parameters + (tp - 1) * norms)
 
 
+def test_key_value_heads_are_repeated_on_more_ranks_than_heads(tmp_path: Path) -> None:
+    shape = shape_of(REAL["Llama-3.1-8B"][0])
+    place = {"nodes": 1, "devices_per_node": 16}
+    pairs = 2 * len(shape.layers) * shape.hidden * shape.kv_heads * shape.head_dim
+    norms = sum(t.elements for t in shape.tensors() if t.part == "norm")
+    run = plan_of("Llama-3.1-8B", tmp_path, engine={"tp": 16}, placement=place)
+    assert run.engine_weights * 16 == 2 * (shape.parameters + 15 * norms + pairs)
+
+
+def test_attention_and_embedding_are_whole_on_every_rank_with_data_parallel_attention(tmp_path: Path) -> None:
+    """SGLang divides them over an attention group, here one rank, and the head and the experts over all."""
+    shape = shape_of(REAL["Qwen3-30B-A3B"][0])
+    place = {"nodes": 1, "devices_per_node": 4}
+    divided = sum(t.elements * t.copies for t in shape.tensors() if t.part in ("head", "expert"))
+    run = plan_of(
+        "Qwen3-30B-A3B", tmp_path, engine={"tp": 4, "dp": 4, "trusted_network": True}, placement=place
+    )
+    assert run.engine_weights == 2 * (shape.parameters - divided + divided // 4)
+
+
 def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -> None:
     own = plan_of("Qwen3-8B", tmp_path, engine={"extra": {"mem-fraction-static": 0.5}})
     ours = plan_of("Qwen3-8B", tmp_path, engine={"memory_fraction": 0.5})

@@ -110,3 +110,13 @@ def test_layers_are_chosen_only_of_stages_that_recompute_whole_layers(other: dic
     raw["megatron"] |= {"recompute_layers": 2} | other
     with pytest.raises(ValidationError, match=r"megatron\.recompute_layers: not with megatron\."):
         Config.model_validate(raw)
+
+
+def test_interleaved_stages_are_counted_with_the_layers_that_they_compute() -> None:
+    """48 layers in 8 stages of 4 chunks: the chunks of every other stage have two layers, 8 in all, not 6."""
+    shape = shape_of(REAL["Qwen3-30B-A3B"][0])
+    demand = replace(trainer_demand(config_of("full")), vpp=4)
+    layout = replace(trainer_layout(config_of("full")), ranks=8, tp=1, pp=8, cp=1, ep=1, etp=1)
+    # The fullest stage is the last, with the final norm and the head.
+    held = 8 * shape.layer_parameters(0) + shape.hidden + shape.vocabulary * shape.hidden
+    assert trainer_memory(shape, layout, demand).weights == 2 * held
