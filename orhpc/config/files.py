@@ -30,6 +30,7 @@ from orhpc.rundir.storage import is_refusal
 MAY_CHANGE_ON_RESUME = (
     "run.root",
     "run.access",
+    "run.storage_wait_s",
     "model.check",
     "placement.*",
     "engine.*",
@@ -50,6 +51,7 @@ MAY_CHANGE_ON_RESUME = (
     "environments.*.max_answer_mb",
     "environments.*.parallel_calls",
     "environments.*.tool_timeout_s",
+    "environments.*.replay_calls",
     "rollout.max_concurrent",
     "rollout.workers_per_node",
     "rollout.retries",

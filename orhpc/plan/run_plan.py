@@ -72,7 +72,7 @@ class RunPlan:
         return -(-size // self._engine_ranks(tensor))
 
     def _engine_ranks(self, tensor: HfTensor) -> int:
-        """Number of parts into which SGLang (0.5, ``srt/models``) divides a tensor among an engine's ranks."""
+        """Number of ranks among which SGLang (0.5, ``srt/models``) divides a tensor."""
         attention = self.tp // self.config.engine.dp
         if tensor.part in ("latent", "norm", "router", "bias"):
             return 1

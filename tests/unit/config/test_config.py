@@ -245,6 +245,8 @@ def test_a_resumed_run_lists_allowed_changes_and_refuses_others(tmp_path: Path) 
     now = load_config(path, ["train.steps=4000", "engine.max_running=8", "placement.nodes=2"])
     assert changes_on_resume(before, before) == []
     assert "train.steps: 3000 -> 4000" in changes_on_resume(before, now)
+    patient = load_config(path, ["run.storage_wait_s=5"])
+    assert changes_on_resume(before, patient) == ["run.storage_wait_s: 900.0 -> 5.0"]
     with pytest.raises(ConfigError, match=r"run\.seed: the run was started with 0"):
         changes_on_resume(before, load_config(path, ["run.seed=1"]))
     with pytest.raises(ConfigError, match=r"environments\.new\.serve"):

@@ -106,12 +106,12 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong(task: str, answer: str) 
     assert "could not be read" in output.blocks[0].text
 
 
-@pytest.mark.parametrize("task", ["isomorphic_strings", "ransom_note"])
-def test_all_servers_of_an_environment_have_the_same_tasks(task: str, tmp_path: Path) -> None:
-    """These generators draw from sets, whose order depends on the hashes of the process."""
+def test_all_servers_of_an_environment_have_the_same_tasks(tmp_path: Path) -> None:
+    """Some generators draw from sets, whose order depends on the hashes of the process."""
     pytest.importorskip("reasoning_gym")
+    options = "{task: isomorphic_strings}"
     overrides = [
-        f"environments.gym={{serve: reasoning-gym, replicas: 2, serve_options: {{task: {task}}}}}",
+        f"environments.gym={{serve: reasoning-gym, replicas: 2, serve_options: {options}}}",
         "environments.orhpc/letters=null", "rollout.workers_per_node=2",
     ]  # fmt: skip
     config = load_config(Path("configs/tiny.yaml"), overrides)
