@@ -58,11 +58,20 @@ pytest_into() {
 # Most tests keep one core busy, so two run at a time.  Those of Megatron have their own processes, because
 # importing megatron-core changes how torch compiles and unpickles.  A run takes the whole machine; the clusters of
 # tests/slurm have their own namespaces and mostly wait for timers, so they run at the same time as the other runs.
-# The commands of the documentation follow them, so that both halves take about as long.
+# The commands of the documentation follow them, so that both halves take about as long.  The lint, which needs one
+# core, and the package manager run at the same time as the first tests; if the lint fails, the others are left out.
 everything() {
-  local failed=0 clusters logs pages=tests/first_day/test_documentation.py
+  local failed=0 preparing linting clusters logs pages=tests/first_day/test_documentation.py
   logs=$(mktemp -d)
+  prepared &
+  preparing=$!
+  lint >"$logs/lint" 2>&1 &
+  linting=$!
   pytest_into "$logs/megatron" -n 2 --dist loadfile tests/megatron || failed=1
+  wait $linting || failed=2
+  cat "$logs/lint"
+  [ $failed != 2 ] || return 1
+  wait $preparing
   pytest_into "$logs/unit" -n 2 --dist loadfile tests/unit tests/faults tests/docs tests/protocol || failed=1
   pytest_into "$logs/clusters" tests/slurm tests/security tests/browser $pages >/dev/null </dev/null &
   clusters=$!
@@ -80,7 +89,7 @@ long() { $bin/python -m pytest -rfEs --durations=0 -m long tests ; }
 case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
-  all)  prepared & lint ; wait $! ; everything ;;
+  all)  everything ;;
   long) prepared ; long ;;
   *) echo "usage: tests/run.sh all | fast | long | lint" >&2; exit 2 ;;
 esac
