@@ -12,7 +12,7 @@ def prepare() -> None:
 
 
 def equal(answer: str, label: str) -> bool:
-    """Whether the answer's last expression, in ``\\boxed`` or as it stands, equals the label.
+    """Whether the answer is the label, or its last expression, in ``\\boxed`` or as it stands, equals it.
 
     Compared by math-verify (https://github.com/huggingface/Math-Verify), as in the evaluations of the field.
 
@@ -27,6 +27,8 @@ def equal(answer: str, label: str) -> bool:
     gold = parse(label if is_wrapped else f"${label}$", [latex, ExprExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
         raise ValueError(f"the label {label[:80]!r} is no mathematical expression: use another data.verifier")
+    if answer.split() == label.split():  # outside of a box, math-verify reads no choice ("B") or "Yes"
+        return True
     for text in _candidates(answer):
         given = parse(text, [latex, ExprExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
         if given:

@@ -75,6 +75,9 @@ def test_texts_are_compared(tmp_path: Path, settings: dict[str, Any], answer: st
     [
         (r"so \boxed{\frac{1}{2}}", "0.5", True),
         (r"\boxed{34}", "34", True),
+        ("B\n", "B", True),
+        ("Yes", "Yes", True),
+        ("C", "B", False),
         (r"First \boxed{1}, but then \boxed{2}", "2", True),
         ("The answer is $x^2 + 2x + 1$", "(x+1)^2", True),
         ("Answer: 17", "17", True),
