@@ -131,7 +131,7 @@ class Notifier:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait until the thread has sent what is left, within a deadline."""
+        """Wait until the thread has sent all waiting messages, within a deadline."""
         if self._thread is None:
             return
         if error is not None:
@@ -164,7 +164,7 @@ class Notifier:
         self._finish()
 
     def _finish(self) -> None:
-        """Send what is left, until the deadline."""
+        """Send all waiting messages, until the deadline."""
         if not self._end_reported:
             self._tell("end", "failed", f"failed: {self._why}", outcome="failed")
         while self._waiting and time.monotonic() < self._deadline:

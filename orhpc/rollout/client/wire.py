@@ -110,8 +110,7 @@ def read_generation(
     """
     try:
         meta = orjson.loads(data)["meta_info"]
-        reason = meta["finish_reason"]
-        finish = FinishReason(reason["type"])
+        finish = FinishReason(meta["finish_reason"]["type"])
         sampled = meta.get("output_token_logprobs") or []
         tokens = _ids([entry[1] for entry in sampled])
         with np.errstate(over="ignore"):  # what becomes infinite is refused below
