@@ -23,6 +23,7 @@ from typing import Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from orhpc.config import Config
 from orhpc.config.files import load_config
@@ -32,6 +33,7 @@ from orhpc.launch.command_line import split_command_line
 from orhpc.launch.slurm import scheduler
 from orhpc.models.folders import has_hub_token, hub_cache
 from orhpc.models.hub import offline_variable
+from orhpc.plan.layout import CUBLAS_AT_ONCE
 
 _LEAST_FILES = 4096
 _LEAST_SHM = 8 << 30
@@ -91,6 +93,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
     for extra in _EXTRAS:
         yield _extra(extra, extra in needed)
     yield from _conflicts()
+    yield from _cublas()
     yield from _bytecode()
     yield from _gpus(config)
     yield from _machine()
@@ -208,6 +211,20 @@ def _conflicts() -> Iterator[Finding]:
     else:
         versions = [f"{p} {importlib.metadata.version(p)}" for p in checked[1:] if _is_installed(p)]
         yield Finding("ok", "versions", f"{', '.join(versions) or 'no packages'} are compatible")
+
+
+def _cublas() -> Iterator[Finding]:
+    """Name a cuBLAS that multiplies by a mixture's experts one by one in FP8, and more slowly in bfloat16."""
+    if not (_is_installed("transformer-engine") and _is_installed("nvidia-cublas")):
+        return
+    found, least = importlib.metadata.version("nvidia-cublas"), ".".join(map(str, CUBLAS_AT_ONCE))
+    if Version(found) < Version(least):
+        yield Finding(
+            "--",
+            "cuBLAS",
+            f"{found}: Megatron trains mixtures of experts faster with {least} or newer, and needs it for "
+            f"precision: fp8: pip install --no-deps 'nvidia-cublas>={least}'",
+        )
 
 
 def _bytecode() -> Iterator[Finding]:

@@ -133,7 +133,7 @@ def _layouts(config: Config, shape: ModelShape) -> Iterator[Layout]:
         return
     for layout in candidate_layouts(shape, ranks, per_node, m.cp):
         try:
-            check_layout(shape, layout, per_node)
+            check_layout(shape, layout, per_node, fp8=config.precision == "fp8")
         except ConfigError:
             continue
         if config.train.global_batch_size % (layout.dense_copies // layout.cp) == 0:

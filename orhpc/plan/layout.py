@@ -55,9 +55,18 @@ def trainer_layout(config: Config) -> Layout:
     return Layout(ranks, tp=m.tp, pp=m.pp, cp=m.cp, ep=m.ep, etp=m.etp)
 
 
-def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> None:
-    """Raise ConfigError, with the arithmetic, for a layout that this model or these nodes do not allow."""
-    lo = layout
+EXPERTS_AT_ONCE = 64
+"""Most experts by which TransformerEngine 2.20 multiplies in one product of cuBLAS."""
+CUBLAS_AT_ONCE = (13, 8, 1)
+"""First release of cuBLAS whose products of many experts are right on Hopper, says TransformerEngine 2.20."""
+
+
+def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int, *, fp8: bool = False) -> None:
+    """Raise ConfigError, with the arithmetic, for a layout that this model or these nodes do not allow.
+
+    ``fp8``: whether the trainer computes in FP8.
+    """
+    lo, local = layout, shape.experts // layout.ep
     expert_width = lo.pp * lo.ep * lo.etp
     problems = {
         f"tp x pp x cp = {lo.tp} x {lo.pp} x {lo.cp} = {lo.tp * lo.pp * lo.cp} does not divide "
@@ -79,6 +88,8 @@ def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> No
         f"etp = {lo.etp} does not divide an expert's width {shape.expert_ffn}": (
             shape.experts and shape.expert_ffn % lo.etp
         ),
+        f"precision: fp8 multiplies by at most {EXPERTS_AT_ONCE} experts of a rank at once, and "
+        f"ep = {lo.ep} leaves it {local}": fp8 and local > EXPERTS_AT_ONCE,
     }
     for problem, wrong in problems.items():
         if wrong:

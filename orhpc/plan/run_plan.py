@@ -126,7 +126,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     if shape.vision and config.precision != "bf16":
         raise ConfigError(f"precision: {config.precision} is not for models that see images; set it to bf16")
     layout = trainer_layout(config)
-    _check_layout(shape, layout, p.devices_per_node)
+    _check_layout(shape, layout, p.devices_per_node, fp8=config.precision == "fp8")
     device_bytes = int(device_gib * GIB) if p.device == "cuda" else None
     config = settled(config, shape, device_bytes)
     demand = trainer_demand(config)
@@ -142,15 +142,15 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     )
 
 
-def _check_layout(shape: ModelShape, layout: Layout, per_node: int) -> None:
+def _check_layout(shape: ModelShape, layout: Layout, per_node: int, *, fp8: bool) -> None:
     """Raise ConfigError for an invalid layout, with the nearest valid one for as many ranks."""
     try:
-        check_layout(shape, layout, per_node)
+        check_layout(shape, layout, per_node, fp8=fp8)
     except ConfigError as error:
         near = [
             lo
             for lo in candidate_layouts(shape, layout.ranks, per_node, layout.cp)
-            if _can_be(shape, lo, per_node)
+            if _can_be(shape, lo, per_node, fp8=fp8)
         ]
         if not near:
             raise
@@ -165,9 +165,9 @@ def _check_layout(shape: ModelShape, layout: Layout, per_node: int) -> None:
         raise ConfigError(f"{error}; {settings} would do") from None
 
 
-def _can_be(shape: ModelShape, layout: Layout, per_node: int) -> bool:
+def _can_be(shape: ModelShape, layout: Layout, per_node: int, *, fp8: bool) -> bool:
     try:
-        check_layout(shape, layout, per_node)
+        check_layout(shape, layout, per_node, fp8=fp8)
     except ConfigError:
         return False
     return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,91 @@ def test_counts_from_routes_need_a_dispatcher_that_neither_pads_nor_drops(change
     assert isinstance(count_from(router, layer({})), CountingDispatcher)
     with pytest.raises(ConfigError, match=r"megatron\.extra changes the dispatcher"):
         count_from(router, layer(changed))
+
+
+class GroupedLinear(torch.nn.Module):
+    """Takes the place of TransformerEngine's, which needs a GPU, and keeps the counts that it is given."""
+
+    use_grouped_tensor = False
+
+    def forward(self, tokens_NH: torch.Tensor, counts_E: Any) -> torch.Tensor:
+        self.counts_E = counts_E
+        return tokens_NH
+
+
+def experts_with(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cublas: int,
+    supported: bool,
+    local: int,
+    card: tuple[int, int] = (9, 0),
+) -> Any:
+    """A layer of ``local`` experts where TransformerEngine says this of itself."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    names = ["transformer_engine", "transformer_engine.common", "transformer_engine.pytorch"]
+    names += [
+        "transformer_engine.common.recipe",
+        "transformer_engine.pytorch.module",
+        "transformer_engine_torch",
+    ]
+    modules = {name: ModuleType(name) for name in names}
+    grouped = SimpleNamespace(is_module_grouped_tensor_path_supported=lambda recipe, dtype: supported)
+    vars(modules["transformer_engine.common.recipe"])["Float8BlockScaling"] = object
+    vars(modules["transformer_engine.pytorch.module"])["grouped_linear"] = grouped
+    vars(modules["transformer_engine_torch"])["get_cublasLt_version"] = lambda: cublas
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    experts: Any = TEGroupedMLP.__new__(TEGroupedMLP)
+    torch.nn.Module.__init__(experts)
+    experts.num_local_experts = local
+    experts.linear_fc1, experts.linear_fc2 = GroupedLinear(), GroupedLinear()
+    experts.quantization_padding = SimpleNamespace(align_size=None)
+    experts.quantization_unpadding = SimpleNamespace(align_size=None)
+    return experts
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_all_experts_are_multiplied_at_once_with_their_counts_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, fp8: bool
+) -> None:
+    from orhpc.train.megatron.grouped_products import multiply_together
+
+    experts = experts_with(monkeypatch, cublas=130801, supported=True, local=64)
+    multiply_together(torch.nn.ModuleList([experts]), fp8=fp8)
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        assert linear.use_grouped_tensor
+        linear(torch.zeros(5, 2), [3, 2])
+        assert linear.counts_E.dtype == torch.int64 and linear.counts_E.tolist() == [3, 2]
+    paddings = [experts.quantization_padding.align_size, experts.quantization_unpadding.align_size]
+    assert paddings == ([128, 128] if fp8 else [None, None])
+
+
+@pytest.mark.parametrize(
+    ("cublas", "supported", "local", "reason"),
+    [
+        (130700, True, 64, r"cuBLAS 13\.7\.0 cannot .* pip install --no-deps 'nvidia-cublas>=13\.8\.1'"),
+        (130801, False, 64, "this TransformerEngine cannot"),
+        (130801, True, 128, r"128 experts a GPU are more than 64 at once; raise megatron\.ep"),
+    ],
+)
+def test_fp8_one_by_one_is_refused_and_bfloat16_is_left_to_cutlass(
+    monkeypatch: pytest.MonkeyPatch, cublas: int, supported: bool, local: int, reason: str
+) -> None:
+    from orhpc.train.megatron.grouped_products import multiply_together
+
+    experts = experts_with(monkeypatch, cublas=cublas, supported=supported, local=local)
+    with pytest.raises(ModelError, match=f"precision: fp8: {reason}"):
+        multiply_together(torch.nn.ModuleList([experts]), fp8=True)
+    multiply_together(torch.nn.ModuleList([experts]), fp8=False)
+    assert not experts.linear_fc1.use_grouped_tensor
+
+
+def test_other_gpus_keep_transformer_engine_s_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orhpc.train.megatron.grouped_products import multiply_together
+
+    experts = experts_with(monkeypatch, cublas=130000, supported=False, local=64, card=(10, 0))
+    multiply_together(torch.nn.ModuleList([experts]), fp8=True)
+    assert not experts.linear_fc1.use_grouped_tensor

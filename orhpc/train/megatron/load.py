@@ -47,7 +47,8 @@ class ModelLoader:
         self._folder = HfFolder(model_dir)
         self.shape = self._folder.language_part(read_shape(model_dir))
         self._folder.check(self.shape)
-        check_layout(self.shape, trainer_layout(config), config.placement.devices_per_node)
+        per_node = config.placement.devices_per_node
+        check_layout(self.shape, trainer_layout(config), per_node, fp8=config.precision == "fp8")
         divided = {"tp": m.tp, "etp": m.etp, "vocabulary": padded_vocabulary(self.shape, m)}
         self.mapping = HfMapping(self.shape, naming_of(config), **divided)
         self.critic_mapping = CriticMapping(self.shape, naming_of(config), **divided)

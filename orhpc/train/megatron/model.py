@@ -21,6 +21,7 @@ from torch.nn import functional
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages
+from orhpc.train.megatron.grouped_products import multiply_together
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
 from orhpc.train.megatron.model_config import Build, spans
@@ -274,6 +275,8 @@ def build_chunks(
             _set_latent_eps(model, build.latent_eps)
         if mcore.fp8:
             _check_quantized(model.decoder)
+        if device.type == "cuda":
+            multiply_together(model.decoder, fp8=bool(mcore.fp8))
         if part.first and build.embedding_scale != 1.0:
             model.embedding.register_forward_hook(partial(_scaled, build.embedding_scale))
         chunks.append(Chunk(model.to(device), part))

@@ -87,6 +87,20 @@ def test_incompatible_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert re.match(r"BAD transformers wants huggingface-hub<[\d.]+,.* here is 4\.0\.0", found()["versions"])
 
 
+@pytest.mark.parametrize(
+    ("cublas", "named"), [("13.1.0.3", True), ("13.8.1.7", False), ("13.10.0.20", False)]
+)
+def test_a_cublas_too_old_for_products_of_all_experts_is_named(
+    monkeypatch: pytest.MonkeyPatch, cublas: str, named: bool
+) -> None:
+    installed = importlib.metadata.version
+    versions = {"transformer-engine": "2.20.2", "nvidia-cublas": cublas}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or installed(name))
+    lines = [finding.line for finding in doctor._cublas()]
+    assert len(lines) == named
+    assert all(cublas in line and "pip install --no-deps 'nvidia-cublas>=13.8.1'" in line for line in lines)
+
+
 def test_a_starlette_release_that_bypasses_the_key_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.metadata.version
     versions = {"starlette": "1.0.0", "sglang": "0.5.16", "torch-memory-saver": "0.0.9"}

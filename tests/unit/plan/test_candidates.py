@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.config.files import dump_config, load_config
+from orhpc.errors import ConfigError
 from orhpc.models import shape_of
 from orhpc.plan.candidates import candidates
 from orhpc.plan.layout import check_layout, trainer_layout
@@ -113,3 +114,17 @@ def test_micro_batches_are_not_larger_than_a_ranks_share_of_a_mini_batch(dynamic
     share = config.rollout.max_total_tokens if dynamic else 1  # one sample a rank
     assert max(sizes) < 2 * share
     assert own in sizes
+
+
+def test_fp8_layouts_leave_a_rank_no_more_experts_than_are_multiplied_at_once() -> None:
+    config, shape = config_of("megatron"), SHAPES["Qwen3-30B-A3B"]
+    quantized = config.model_copy(update={"precision": "fp8"})
+    with pytest.raises(ConfigError, match=r"at most 64 experts of a rank at once, and ep = 1 leaves it 128"):
+        check_layout(shape, trainer_layout(quantized), 8, fp8=True)
+    check_layout(shape, trainer_layout(config), 8)
+    tried = candidates(quantized, shape, 200 * GIB, 20)
+    divided = [each for each in tried if any("megatron.ep" in item for item in each.overrides)]
+    assert divided
+    for each in divided:
+        (ep,) = (int(x.partition("=")[2]) for x in each.overrides if x.startswith("megatron.ep="))
+        assert shape.experts // ep <= 64

@@ -271,7 +271,7 @@ def test_rollouts_on_separate_gpus_go_on_during_the_update(tmp_path: Path) -> No
     [
         ([], None, "step", "the GPU is not known"),
         ([], "a100", "step", "nothing was measured on a100"),
-        (["precision=fp8"], "h200", "update", "no speed of an FP8 update is fitted"),
+        (["precision=fp8"], "h200", "update", "FP8 updates of dense models"),
         (["train.backend=fsdp", "model.dtype=float32"], "h200", "update", "updates in float32"),
         (["engine.deterministic=true"], "h200", "rollout", "batch-invariant"),
         (["engine.speculative={algorithm: NGRAM}"], "h200", "rollout", "speculative decoding"),
