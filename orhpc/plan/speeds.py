@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 MEGATRON_UPDATES = "Update of a mixture by the size of its micro-batches"
 FOUR_H200 = "All of Qwen3-30B-A3B on four GPUs"
-FOUR_AGAIN = "The same, with overlapped sleep and wake"
+SPLIT_FOUR = "Split on four GPUs"
 DENSE_UPDATES = "The Megatron trainer on GPUs"
-TAILS = "Heavy-tailed lengths, simulated"
+TAILS = "Heavy-tailed lengths on a GPU"
 SMOLLM2 = "A run of 54 steps"
 SHARED_MIXTURE = "A mixture of experts sharing one H200 with its engine"
 
@@ -93,10 +93,10 @@ SPEEDS = {
         43, "bytes a parameter", MEGATRON_UPDATES, "0.032 s of the profiled step for 2.47 billion parameters",
     ),
     "optimizer_host": Speed(
-        1.33e-9, "s a parameter of a rank", FOUR_AGAIN, "5.2 s of the split run for 3.9 billion on each host",
+        1.33e-9, "s a parameter of a rank", SPLIT_FOUR, "5.2 s of the split run for 3.9 billion on each host",
     ),
     # --- links
-    "nvlink": Speed(365e9, "bytes/s", "SGLang engines on one GPU", "broadcast between two H200 of one host"),
+    "nvlink": Speed(365e9, "bytes/s", "Broadcast between two GPUs", "two H200 of one host"),
     "network": Speed(50e9, "bytes/s", "nominal", "one 400 Gbit/s adapter for each GPU; not measured"),
     "bus": Speed(50e9, "bytes/s", SHARED_MIXTURE, "sleep and wake of one or two GPUs of a host"),
     "bus_sleep": Speed(116e9, "bytes/s of a node", FOUR_H200, "four GPUs at once: 29 GB/s each"),
