@@ -14,6 +14,7 @@ Neither supports soft-capped scores; :mod:`orhpc.train.attention.softcap` comput
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -209,6 +210,20 @@ def check_family(model_class: type[PreTrainedModel], config: Any, *, adapted: bo
         raise ModelError(f"{name} cannot be packed: its layers carry a state along the sequence")
 
 
+_registered: Callable[..., Any] = packed_attention
+
+
 def register() -> None:
     """Register the implementation with transformers; safe to call again."""
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, _registered)
+
+
+def exclude_from_compilation() -> None:
+    """From now on compiled layers (:mod:`orhpc.train.fsdp.compiled_layers`) call it uncompiled.
+
+    Code compiled from it would depend on the bounds of one pack.  Safe to call again.
+    """
+    global _registered
+    if _registered is packed_attention:
+        _registered = torch.compiler.disable(packed_attention)
+    register()
