@@ -111,26 +111,29 @@ def test_a_recomputation_does_not_repeat_the_last_product(counted: Counted, tmp_
     assert counted.graphs and products(backend) == products(plain)
 
 
-def _on_two_ranks(rank: int, world: int, port: int, folder: str, compiled: bool) -> Any:
+def _on_two_ranks(rank: int, world: int, port: int, folder: str) -> Any:
     compiled_layers.BACKEND = "aot_eager"
     join_default_group(torch.device("cpu"), "127.0.0.1", port, rank, world, 60)
-    options: dict[str, Any] = {"train": {"gradient_checkpointing": True, "compile": compiled}}
-    backend = fsdp_backend(make_config(ranks=world, dtype="bfloat16", **options), folder, rank, world)
-    found = gradients(backend, make_samples(7), 30)
-    critic = critic_gradients(rank, world, folder, options)
-    used = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    backend = fsdp_backend(config_of(compiled=True, ranks=world), folder, rank, world)
+    found = gradients(backend, make_samples(7), 30)  # some micro-batches are empty
     dist.destroy_process_group()
-    return found, critic, used
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_two_ranks_and_the_critic_compute_what_they_do_without_compilation(tmp_path: Path) -> None:
-    """Sharded, the policy in bfloat16 and the critic in float32."""
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_does_without_compilation(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, "llama")
-    plain, compiled = (run_ranks(_on_two_ranks, 2, folder, compiled) for compiled in (False, True))
-    for (ours, critic, used), (theirs, plain_critic, none) in zip(compiled, plain, strict=True):
-        assert_close(ours, theirs, 0.05)  # kernels that were fused round less often
-        assert_close(critic, plain_critic, 1e-5)
-        assert used > 0 and none == 0
+    plain = gradients(fsdp_backend(config_of(compiled=False), folder), make_samples(7), 10_000)
+    for found, graphs in run_ranks(_on_two_ranks, 2, folder):
+        assert_close(found, plain, 1e-4)
+        assert graphs > 0
+
+
+def test_the_critic_computes_what_it_does_without_compilation(counted: Counted, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "llama")
+    plain, ours = (critic_gradients(0, 1, folder, {"train": {"compile": c}}) for c in (False, True))
+    assert counted.graphs > 0
+    assert_close(ours, plain, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "images", "hooks", "foreign"])
