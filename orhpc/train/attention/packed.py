@@ -134,12 +134,9 @@ def _varlen_attention(
         options["scale"] = scale
     elif scale is not None:
         q_PHD = q_PHD * (scale * q_PHD.shape[-1] ** 0.5)
-    groups = q_PHD.shape[1] // k_PHD.shape[1]
-    if groups > 1:
-        if "enable_gqa" in known:
-            options["enable_gqa"] = True
-        else:
-            k_PHD, v_PHD = (t.repeat_interleave(groups, dim=1) for t in (k_PHD, v_PHD))
+    # The kernel takes fewer heads of keys and values; since torch 2.12 a flag has to allow it.
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q_PHD.shape[1] != k_PHD.shape[1]
     cu, longest = packing.cu_seqlens, packing.longest
     tensors = (t.contiguous() for t in (q_PHD, k_PHD, v_PHD))
     return _varlen()(*tensors, cu, cu, longest, longest, **options)
