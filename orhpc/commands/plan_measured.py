@@ -28,7 +28,7 @@ _ROLLOUT = (
 )  # fmt: skip
 _TRAIN = (
     "backend", "global_batch_size", "max_tokens_per_gpu", "micro_batch_size", "dynamic_batch",
-    "gradient_checkpointing", "routing_replay",
+    "gradient_checkpointing", "compile", "routing_replay",
 )  # fmt: skip
 
 

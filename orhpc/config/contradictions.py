@@ -33,6 +33,10 @@ def contradictions(c: Config) -> list[str]:
         problems.append("checkpoint.spare_host_memory: placement.mode: split offloads no trainer state")
     if any(rank >= c.placement.trainer_ranks for rank in c.train.profile_ranks):
         problems.append(f"train.profile_ranks: ranks are 0 to {c.placement.trainer_ranks - 1}")
+    if c.train.compile and c.train.deterministic:
+        problems.append("train.compile: chooses kernels by timing them, which train.deterministic excludes")
+    if c.train.compile and c.train.backend != "fsdp":
+        problems.append("train.compile: true needs train.backend: fsdp")
     if c.train.backend == "megatron":
         problems += c.megatron.problems(c.placement.trainer_ranks)
         problems += c.megatron.moment_problems(c.train.adam_beta2, c.model.dtype)

@@ -43,6 +43,8 @@ KINDS = {
 """Kinds of kernels, by parts of their names; the first that matches.  All others are elementwise."""
 
 
+SHOWN = 20
+"""Kernels that :func:`profiled` names."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 """Calls in which the host waits, except those of :func:`run_steps`."""
 
@@ -241,7 +243,7 @@ def profiled(trainer: TrainerRank, minibatch: MiniBatch) -> dict[str, Any]:
 
     ``exchange_s``: kernels of all-to-alls, which include the wait for the other rank; ``exposed_s``: the part
     of it in which no other kernel runs; ``host_wait_s``: calls in which the host waits for the GPU, those at
-    the ends of the step excluded.
+    the ends of the step excluded; ``by_name``: the kernels that take longest.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -249,6 +251,7 @@ def profiled(trainer: TrainerRank, minibatch: MiniBatch) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         took = run_steps(trainer, minibatch, 1).median
     kinds: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
     spans: list[tuple[float, float]] = []
     exchange: list[tuple[float, float]] = []
     others: list[tuple[float, float]] = []
@@ -260,6 +263,7 @@ def profiled(trainer: TrainerRank, minibatch: MiniBatch) -> dict[str, Any]:
                 waits.append(seconds)
             continue
         kinds[kind_of(event.name)] += seconds
+        names[event.name[:120]] += seconds
         spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
         (exchange if "sendrecv" in event.name.lower() else others).append(spans[-1])
     busy = covered(spans)
@@ -272,12 +276,19 @@ def profiled(trainer: TrainerRank, minibatch: MiniBatch) -> dict[str, Any]:
         "host_waits": len(waits),
         "host_wait_s": round(sum(waits), 4),
         "kernels": len(spans),
-        "by_kind": {k: round(s, 4) for k, s in sorted(kinds.items(), key=lambda item: -item[1])},
+        "by_kind": _longest(kinds),
+        "by_name": dict(list(_longest(names).items())[:SHOWN]),
     }
+
+
+def _longest(seconds: dict[str, float]) -> dict[str, float]:
+    return {k: round(s, 4) for k, s in sorted(seconds.items(), key=lambda item: -item[1])}
 
 
 def kind_of(kernel: str) -> str:
     low = kernel.lower()
+    if low.startswith("triton_"):  # of torch.compile, named after all operations that it fuses
+        return "elementwise"
     return next((k for k, parts in KINDS.items() if any(p in low for p in parts)), "elementwise")
 
 

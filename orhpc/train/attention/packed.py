@@ -14,6 +14,7 @@ Neither supports soft-capped scores; :mod:`orhpc.train.attention.softcap` comput
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -133,12 +134,9 @@ def _varlen_attention(
         options["scale"] = scale
     elif scale is not None:
         q_PHD = q_PHD * (scale * q_PHD.shape[-1] ** 0.5)
-    groups = q_PHD.shape[1] // k_PHD.shape[1]
-    if groups > 1:
-        if "enable_gqa" in known:
-            options["enable_gqa"] = True
-        else:
-            k_PHD, v_PHD = (t.repeat_interleave(groups, dim=1) for t in (k_PHD, v_PHD))
+    # The kernel takes fewer heads of keys and values; since torch 2.12 a flag has to allow it.
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q_PHD.shape[1] != k_PHD.shape[1]
     cu, longest = packing.cu_seqlens, packing.longest
     tensors = (t.contiguous() for t in (q_PHD, k_PHD, v_PHD))
     return _varlen()(*tensors, cu, cu, longest, longest, **options)
@@ -209,6 +207,20 @@ def check_family(model_class: type[PreTrainedModel], config: Any, *, adapted: bo
         raise ModelError(f"{name} cannot be packed: its layers carry a state along the sequence")
 
 
+_registered: Callable[..., Any] = packed_attention
+
+
 def register() -> None:
     """Register the implementation with transformers; safe to call again."""
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, _registered)
+
+
+def exclude_from_compilation() -> None:
+    """From now on compiled layers (:mod:`orhpc.train.fsdp.compiled_layers`) call it uncompiled.
+
+    Code compiled from it would depend on the bounds of one pack.  Safe to call again.
+    """
+    global _registered
+    if _registered is packed_attention:
+        _registered = torch.compiler.disable(packed_attention)
+    register()

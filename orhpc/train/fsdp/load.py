@@ -19,6 +19,7 @@ from orhpc.errors import ModelError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.dtypes import DTYPES
+from orhpc.train.fsdp.compiled_layers import compilation_wanted, compile_layers
 from orhpc.train.fsdp.model import LogprobModel, PackedModel, ValueModel
 from orhpc.train.fsdp.optim import local
 from orhpc.train.fsdp.routing_replay import RouterReplay
@@ -108,12 +109,14 @@ class ModelLoader:
             routers=self._routers(hf) if trained else None,
         )
         set_modes(model)  # once, so that every pass of a step computes the same
+        self._compile(hf)
         return self._frozen(model.requires_grad_(trained))
 
     def _wrap_critic(self, hf: PreTrainedModel) -> ValueModel:
         self._recompute(hf)
         model = ValueModel(hf)
         set_modes(model)
+        self._compile(hf)
         return self._frozen(model)
 
     def _frozen(self, model: Model) -> Model:
@@ -125,6 +128,11 @@ class ModelLoader:
     def _recompute(self, hf: PreTrainedModel) -> None:
         if self.config.train.gradient_checkpointing:
             _checkpoint_activations(hf)
+
+    def _compile(self, hf: PreTrainedModel) -> None:
+        """Compile the layers; after hooks were registered, and before they are sharded."""
+        if compilation_wanted(self.config):
+            compile_layers(hf)
 
     def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:
         if not self.config.routes_wanted:

@@ -30,6 +30,7 @@ from orhpc.errors import ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
 from orhpc.train.expert_choices import ExpertLoads, chose_recorded
 from orhpc.train.loss.grpo import MetricSums
+from orhpc.train.pinned import to_device
 from orhpc.wire.routes import RouteShape
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
@@ -58,7 +59,7 @@ class RoutedRows:
         # Few torch operations support uint16; an expert's index fits int16.
         experts = torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16))
         known_P = batch.routes_known_P
-        return cls(experts.to(device), torch.from_numpy(known_P).to(device), int(known_P.sum()))
+        return cls(to_device(experts, device), to_device(known_P, device), int(known_P.sum()))
 
 
 WeightForm = Callable[[Tensor, Tensor], Tensor]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Llama4TextConfig
@@ -255,3 +256,33 @@ def test_attention_sinks_are_refused_by_the_layer_that_has_them() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ModelError, match="s_aux"):
         GptOssForCausalLM(config)(input_ids=ids, packing=Packing([0, 4], CPU), use_cache=False)
+
+
+@pytest.mark.parametrize("release", ["2.11", "2.12"])
+def test_the_cuda_kernel_gets_keys_and_values_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    """Grouped queries need no repeated keys and values; torch 2.11 has no flag that allows it."""
+    calls: list[dict[str, Any]] = []
+
+    def earlier(
+        q: Tensor, k: Tensor, v: Tensor, *at: Any, scale: Any = None, window_size: Any = (-1, -1)
+    ) -> Tensor:
+        calls.append({"heads": (q.shape[1], k.shape[1], v.shape[1]), "window": window_size})
+        return torch.zeros_like(q)
+
+    def later(
+        q: Tensor, k: Tensor, v: Tensor, *at: Any, scale: Any = None, window_size: Any = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        return earlier(q, k, v, *at, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(packed_attention, "_varlen", lambda: earlier if release == "2.11" else later)
+    packed_attention._varlen_arguments.cache_clear()
+    packing = Packing([0, 3, 7], torch.device("cpu"))
+    for heads in (4, 2):
+        q, k, v = torch.zeros(7, 4, 8), torch.zeros(7, heads, 8), torch.zeros(7, heads, 8)
+        packed_attention._varlen_attention(q, k, v, 0.5, None, packing)
+    packed_attention._varlen_arguments.cache_clear()
+    assert calls == [{"heads": (4, h, h), "window": (-1, 0)} for h in (4, 2)]

@@ -43,6 +43,20 @@ def test_only_the_updates_own_passes_are_counted(tmp_path: Path) -> None:
     assert float(sums["routed_pairs"]) == 2 * batch.routes_known_P.sum()
 
 
+def test_all_of_a_micro_batch_is_copied_to_the_device_through_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the host waits for the micro-batch before, and the GPU then for the host."""
+    samples = samples_with_routes(4)
+    batch = pack(samples, [s.location.arrays for s in samples], routes=True)
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    found = DeviceBatch.of(batch, torch.device("meta"))
+    assert found.routed is not None
+    sent = [getattr(part, name) for part in (found, found.routed) for name in part.__slots__]
+    assert len(pinned) == sum(isinstance(value, torch.Tensor) for value in sent)
+
+
 def samples_with_routes(n: int, seed: int = 0) -> list[Sample]:
     """Samples for the tests' tiny Qwen3-MoE."""
     return with_routes(make_samples(n, seed=seed), layers=2, experts=4, topk=2, seed=seed)
