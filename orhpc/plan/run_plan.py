@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orhpc.config import Config
-from orhpc.errors import ConfigError, PreflightError
+from orhpc.config.engine import SYNC_BUCKETS, EngineSettings
+from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.models import HfTensor, ModelShape, read_shape
-from orhpc.models.folders import find_model
+from orhpc.models.folders import find_model, stored_elements
+from orhpc.models.rotary import context_of, read_text_config
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
+from orhpc.plan.limits import check_model
 from orhpc.plan.memory import (
     ELEMENT_BYTES,
     FP8_BLOCK,
@@ -50,6 +53,11 @@ class RunPlan:
     device_bytes: int | None
     """Memory of one device; null if the devices are CPU processes."""
     placement: Placement
+    draft_parameters: int | None = 0
+    """Parameters of a separate draft model, which engines hold too; null: its folder is not here."""
+
+    context: int | None = None
+    """Longest context with which SGLang serves the model; null: not known."""
 
     @property
     def engine_weights(self) -> int:
@@ -57,13 +65,18 @@ class RunPlan:
 
         SGLang divides matrices over the engine's devices, attention only over those of one DP-attention
         group; routers, norms and the shared part of latent attention are whole on each device.
-        A model that drafts with its own multi-token-prediction layers holds those too.
+        A model that drafts with its own multi-token-prediction layers holds those too, and an engine with a
+        separate draft model holds that one.
         """
-        total = sum(self._engine_bytes(tensor) for tensor in self.shape.tensors())
-        speculative = self.config.engine.speculative
-        if speculative is not None and speculative.draft_model is None:
-            total += -(-self.shape.mtp_parameters * self._element_bytes // self.tp)
-        return total
+        return sum(self._engine_bytes(tensor) for tensor in self.shape.tensors()) + self.drafting_weights
+
+    @property
+    def drafting_weights(self) -> int:
+        """The part of :attr:`engine_weights` that only drafts tokens, divided over the engine's devices."""
+        engine, parameters = self.config.engine, self.draft_parameters or 0
+        if engine.drafts_with_weights and not engine.separate_drafter:
+            parameters = self.shape.mtp_parameters
+        return -(-parameters * self._element_bytes // self.tp)
 
     def _engine_bytes(self, tensor: HfTensor) -> int:
         elements = tensor.elements * tensor.copies
@@ -104,11 +117,19 @@ class RunPlan:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that one engine's cache holds; null if the device's memory is unknown."""
+        """Tokens that one engine's cache holds; null if the device's memory is unknown.
+
+        With data-parallel attention each of its groups has such a cache, for other requests.
+        """
         if self.device_bytes is None:
             return None
         pool = int(self.device_bytes * self.memory_fraction) - self.engine_weights
         return max(0, pool) // self.kv_token
+
+    def rollouts_at_once(self, length: float) -> int | None:
+        """Rollouts of ``length`` tokens that one engine's cache holds; null if the memory is unknown."""
+        tokens = self.kv_tokens
+        return None if tokens is None else self.config.engine.dp * int(tokens // length)
 
 
 def make_plan(config: Config, device_gib: float) -> RunPlan:
@@ -117,14 +138,12 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     The plan's config has the choice that ``megatron.recompute: auto`` makes.
 
     Raises:
-        ConfigError: an impossible placement or layout, or settings that a model with images does not allow.
+        ConfigError: an impossible placement or layout, or settings that the model does not allow.
     """
     p = config.placement
-    shape = read_shape(find_model(config.model.path, config.model.revision))
-    if shape.vision and config.train.backend == "megatron":
-        raise ConfigError("train.backend: megatron cannot train a model that sees images; set it to fsdp")
-    if shape.vision and config.precision != "bf16":
-        raise ConfigError(f"precision: {config.precision} is not for models that see images; set it to bf16")
+    folder = find_model(config.model.path, config.model.revision)
+    shape = read_shape(folder)
+    check_model(config, shape, folder)
     layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node, fp8=config.precision == "fp8")
     device_bytes = int(device_gib * GIB) if p.device == "cuda" else None
@@ -139,7 +158,24 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         trainer=trainer_memory(shape, layout, demand),
         device_bytes=device_bytes,
         placement=plan(config, nodes),
+        draft_parameters=_draft_parameters(config),
+        context=context_of(read_text_config(folder)),
     )
+
+
+def _draft_parameters(config: Config) -> int | None:
+    """Parameters of the separate draft model: of its weights if they are here, else by its ``config.json``.
+
+    A draft model may share the policy's embedding and head, which its own files then lack.  0: there is none;
+    null: its folder is not here, or cannot be read.
+    """
+    if config.engine.draft_model is None:
+        return 0
+    try:
+        folder = find_model(config.engine.draft_model)
+        return stored_elements(folder) or read_shape(folder).parameters
+    except ModelError:
+        return None
 
 
 def _check_layout(shape: ModelShape, layout: Layout, per_node: int, *, fp8: bool) -> None:
@@ -185,7 +221,15 @@ def candidate_layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> 
 
 def sync_bytes(run: RunPlan) -> int:
     """Memory of a shared device during weight sync: both sides' weights and the optimizer, no gradients."""
-    return run.trainer.kept + run.engine_weights + reserved_bytes(run.config)
+    return run.trainer.kept + run.engine_weights + large_buckets(run) + reserved_bytes(run.config)
+
+
+def large_buckets(run: RunPlan) -> int:
+    """Device memory of a rank for the buckets of a weight sync, beyond those of the default size."""
+    whole = run.shape.parameters * ELEMENT_BYTES[run.config.model.dtype]
+    each = min(run.config.engine.sync_bucket_mb << 20, whole)
+    default = int(EngineSettings.model_fields["sync_bucket_mb"].default) << 20
+    return SYNC_BUCKETS * max(0, each - default)
 
 
 def host_parts(run: RunPlan) -> dict[str, int]:
@@ -267,7 +311,9 @@ def commits_on_disk(config: Config) -> int:
 
 
 def commit_bytes(run: RunPlan) -> int:
-    """One node's part of a commit, and the host memory for the copy from which it is written."""
+    """The first node's part of a commit, and the host memory for the copy from which it is written."""
+    if run.layout.sharded:  # by rows, of which the first ranks have more if the ranks do not divide them
+        return (run.trainer.weights + run.trainer.optimizer + run.trainer.critic) * _ranks_of_a_node(run)
     return -(-state_bytes(run) * _ranks_of_a_node(run) // run.layout.ranks)
 
 

@@ -7,6 +7,7 @@ the arithmetic and the nearest setting that would work.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.launch.slurm import scheduler
 from orhpc.models import ModelShape
 from orhpc.plan.layout import Layout, check_layout
+from orhpc.plan.limits import not_built, undivided_attention
 from orhpc.plan.memory import FP8_BLOCK, reserved_bytes, trainer_memory
 from orhpc.plan.run_plan import (
     DEFAULT_DEVICE_GIB,
@@ -25,6 +27,7 @@ from orhpc.plan.run_plan import (
     RunPlan,
     candidate_layouts,
     gib,
+    large_buckets,
     make_plan,
     sync_bytes,
 )
@@ -40,6 +43,8 @@ KNOWN_DEVICES = {
 }
 """Device memory in GiB as reported by nvidia-smi, by the GPU's name in SLURM's GRES types."""
 LARGEST_GIB = KNOWN_DEVICES["h200"]
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""Environment variable with which SGLang accepts longer contexts than a model's config has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,7 @@ def check_engines(run: RunPlan) -> None:
     if not run.placement.engines or run.config.engine.backend != "sglang":
         return
     engine, quantized = run.config.engine, run.config.precision != "bf16"
+    _check_context(run)
     if engine.sync_own_experts and run.shape.family.fused_experts:
         raise ConfigError(
             f"engine.sync_own_experts: checkpoints of {run.shape.family.name} have one tensor for all "
@@ -137,29 +143,45 @@ def check_engines(run: RunPlan) -> None:
         )
     dense_tp = engine.extra.get("moe_dense_tp_size")  # SGLang takes 1, or what it divides everything over
 
-    def problem_with(tp: int) -> str | None:
-        return _engine_problem(run.shape, tp, engine.dp, engine.ep, quantized, 1 if dense_tp == 1 else tp)
+    def problem_with(tp: int, ep: int) -> str | None:
+        return _engine_problem(run.shape, tp, engine.dp, ep, quantized, 1 if dense_tp == 1 else tp)
 
-    if (problem := problem_with(engine.tp)) is None:
+    if (problem := problem_with(engine.tp, engine.ep)) is None:
         return
     per_node, devices = run.config.placement.devices_per_node, run.config.placement.rollout_devices
-    others = [
+    sizes = [
         tp
         for tp in range(1, devices + 1)
-        if devices % tp == 0
-        and (per_node % tp == 0 or tp % per_node == 0)
-        and tp % engine.dp == 0
-        and tp % engine.ep == 0
-        and problem_with(tp) is None
+        if devices % tp == 0 and (per_node % tp == 0 or tp % per_node == 0) and tp % engine.dp == 0
     ]
-    nearest = min(others, key=lambda tp: (abs(math.log(tp / engine.tp)), tp), default=None)
+    others = [
+        (tp, ep) for tp in sizes for ep in range(1, tp + 1) if tp % ep == 0 and problem_with(tp, ep) is None
+    ]
+
+    def distance(sizes: tuple[int, int]) -> tuple[bool, float, int]:
+        tp, ep = sizes
+        return ep != engine.ep, abs(math.log(tp / engine.tp)) + abs(math.log(ep / engine.ep)), tp
+
+    if not others:
+        raise ConfigError(f"engine: {problem}; no engine.tp would do with dp={engine.dp}")
+    tp, ep = min(others, key=distance)
+    also = "" if ep == engine.ep else f" with engine.ep={ep}"
+    raise ConfigError(f"engine: {problem}; engine.tp={tp}{also} would do")
+
+
+def _check_context(run: RunPlan) -> None:
+    """Raise ConfigError for contexts with which SGLang does not start, unless its own options allow them."""
+    engine = run.config.engine
+    longest = engine.context_length or run.config.rollout.max_total_tokens
+    overridden = os.environ.get(_LONGER_CONTEXT, "").lower() in ("1", "true")
+    overridden = overridden or engine.option("json_model_override_args") is not None
+    if run.context is None or longest <= run.context or overridden:
+        return
+    setting = "engine.context_length" if engine.context_length else "rollout.max_total_tokens"
     raise ConfigError(
-        f"engine: {problem}; "
-        + (
-            f"engine.tp={nearest} would do"
-            if nearest
-            else f"no engine.tp would do with ep={engine.ep}, dp={engine.dp}"
-        )
+        f"{setting}: SGLang serves at most {run.context} tokens of this model (max_position_embeddings in "
+        f"its config.json), not {longest}: lower it, or set rope_scaling and the length there as "
+        f"the model's page says; {_LONGER_CONTEXT}=1 goes beyond what the model was made for"
     )
 
 
@@ -228,10 +250,13 @@ def check_fit(run: RunPlan) -> None:
     if not run.placement.engines:
         return
     if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
+        large = large_buckets(run)
+        buckets = f" and {gib(large)} GiB more of buckets" if large else ""
+        less = "lower engine.sync_bucket_mb, " if large else ""
         raise ConfigError(
             f"placement: during weight sync, a shared device holds {gib(run.trainer.kept)} GiB of the "
-            f"trainer's and {gib(run.engine_weights)} GiB of the engine's, {gib(both)} with "
-            f"{gib(reserved)} reserved, and has {gib(run.device_bytes)} GiB; raise engine.tp, or "
+            f"trainer's and {gib(run.engine_weights)} GiB of the engine's{buckets}, {gib(both)} with "
+            f"{gib(reserved)} reserved, and has {gib(run.device_bytes)} GiB; {less}raise engine.tp, or "
             "train on more devices"
         )
     tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens
@@ -251,7 +276,8 @@ def _ways_out(run: RunPlan, room: int) -> str:
         return more_ranks
     if "trainer ranks " in more_ranks:
         return f"{too_long}; or {more_ranks}"
-    return f"no number of ranks helps: {too_long}"
+    same = "" if run.layout.sharded else f" with megatron.cp={run.layout.cp}"
+    return f"no number of ranks helps{same}: {too_long}"
 
 
 def _too_long(run: RunPlan, room: int) -> str:
@@ -268,17 +294,34 @@ def _too_long(run: RunPlan, room: int) -> str:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(run, room, middle) else (low, middle)
     ways = [setting] if (setting := _recompute_more(run)) else []
-    if run.layout.sharded:
+    undivided = bool(not_built(run.shape) or undivided_attention(run.shape, longest))
+    if run.layout.sharded and not undivided:
         ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
-    else:
-        divided = run.layout.cp
-        while -(-longest // divided) > -(-low // run.layout.cp):
-            divided *= 2
-        ways.append(f"megatron.cp={divided}")
+    elif not undivided and (setting := _divided_more(run, room)):
+        ways.append(setting)
+    others = f", or set {', or '.join(ways)}" if ways else ""
     return (
         f"a rollout of rollout.max_total_tokens={longest} does not fit even alone, one of {low} would: lower "
-        f"it, or set {', or '.join(ways)}"
+        f"it{others}"
     )
+
+
+def _divided_more(run: RunPlan, room: int) -> str:
+    """Return the smallest ``megatron.cp`` with which the longest rollout fits, and the ranks that it needs.
+
+    Empty: there is none.
+    """
+    per_node, layout = run.config.placement.devices_per_node, run.layout
+    while (layout := replace(layout, cp=2 * layout.cp)).cp <= MOST_RANKS:
+        whole = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep * layout.etp)
+        step = run.layout.ranks if run.layout.ranks % whole == 0 else math.lcm(whole, per_node)
+        layout = replace(layout, ranks=-(-run.layout.ranks // step) * step)
+        budget = run.config.train.max_tokens_per_gpu * layout.cp
+        demand = replace(run.demand, tokens=max(budget, run.config.rollout.max_total_tokens))
+        if trainer_memory(run.shape, layout, demand).total <= room:
+            more = "" if layout.ranks == run.layout.ranks else f" with {layout.ranks} trainer ranks"
+            return f"megatron.cp={layout.cp}{more}"
+    return ""
 
 
 def _recompute_more(run: RunPlan) -> str:
@@ -297,12 +340,14 @@ def _way_out(run: RunPlan, room: int) -> str:
     per_node = run.config.placement.devices_per_node
     if not run.layout.sharded:
         return _way_out_divided(run, room)
-    fixed = run.trainer.gathered + run.trainer.activations + run.trainer.head
-    if run.trainer.gathered > room:  # fewer tokens would not help either
-        return (
-            f"fsdp gathers whole layers, {gib(run.trainer.gathered)} GiB whatever the number of ranks: "
-            f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
-        )
+    # What two ranks gather is not padded, as it is for more ranks than a tensor has rows.
+    gathered = trainer_memory(run.shape, Layout(2, sharded=True), run.demand).gathered
+    fixed = gathered + run.trainer.activations + run.trainer.head
+    if gathered > room:  # fewer tokens would not help either
+        whole = f"fsdp gathers whole layers, {gib(gathered)} GiB whatever the number of ranks"
+        if problem := not_built(run.shape):
+            return f"{whole}, and megatron {problem}: it needs devices with more memory"
+        return f"{whole}: train.backend=megatron divides them; {_way_out_divided(run, room)}"
     if fixed > room:
         what = "" if run.demand.recompute != "none" else "train.gradient_checkpointing=true, or "
         return (

@@ -72,11 +72,16 @@ def test_suggested_sizes_are_accepted(name: str, precision: str, tmp_path: Path)
         try:
             fit.check_engines(run)
         except ConfigError as error:
-            if suggested := re.search(r"engine\.tp=(\d+) would do", str(error)):
-                better = plan_of(name, tmp_path, engine={"tp": int(suggested[1]), "ep": ep}, **settings)
-                fit.check_engines(better)
-            else:
-                assert "no engine.tp would do" in str(error)
+            suggested = re.search(r"engine\.tp=(\d+)(?: with engine\.ep=(\d+))? would do", str(error))
+            assert suggested is not None
+            sizes = {"tp": int(suggested[1]), "ep": int(suggested[2] or ep)}
+            fit.check_engines(plan_of(name, tmp_path, engine=sizes, **settings))
+
+
+def test_both_sizes_are_suggested_where_no_size_goes_with_the_experts_parallelism(tmp_path: Path) -> None:
+    six = {"placement": {"devices_per_node": 6}, "engine": {"tp": 6, "ep": 3}}
+    with pytest.raises(ConfigError, match=r"32 attention heads; engine\.tp=2 with engine\.ep=2 would do"):
+        fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, **six))
 
 
 def test_experts_must_be_divisible_and_fp8_blocks_must_stay_whole(tmp_path: Path) -> None:
@@ -118,8 +123,10 @@ def test_fp8_blocks_of_dense_layers_and_of_attention_stay_whole(
 def test_experts_in_one_tensor_are_sent_to_every_rank(tmp_path: Path) -> None:
     place = {"placement": {"nodes": 4, "devices_per_node": 8}, "train": {"backend": "megatron"}}
     own = {"tp": 8, "ep": 8, "sync_own_experts": True}
-    with pytest.raises(ConfigError, match="checkpoints of llama4 have one tensor for all experts"):
-        fit.check_engines(plan_of("Llama-4-Scout", tmp_path, engine=own, **place))
+    with pytest.raises(ConfigError, match="checkpoints of llama4_text have one tensor for all experts"):
+        fit.check_engines(
+            make_plan(config_of(tmp_path, {"model_type": "llama4_text"}, engine=own, **place), 139.8)
+        )
     fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, engine=own, **place))
 
 
@@ -161,6 +168,22 @@ def test_attention_and_embedding_are_whole_on_every_rank_with_data_parallel_atte
         "Qwen3-30B-A3B", tmp_path, engine={"tp": 4, "dp": 4, "trusted_network": True}, placement=place
     )
     assert run.engine_weights == 2 * (shape.parameters - divided + divided // 4)
+
+
+def test_large_buckets_of_a_weight_sync_are_counted(tmp_path: Path) -> None:
+    """A trainer rank holds two on its device; those of the default size are in what is reserved."""
+    place = {"placement": {"devices_per_node": 1}}
+    run = plan_of("Qwen3-1.7B", tmp_path, **place)
+    for size, more in ((512, 0), (1536, 2), (1 << 20, 2 * (2 * run.shape.parameters / 2**30 - 0.5))):
+        other = plan_of("Qwen3-1.7B", tmp_path, engine={"sync_bucket_mb": size}, **place)
+        assert run_plan.sync_bytes(other) - run_plan.sync_bytes(run) == pytest.approx(more * 2**30, abs=2)
+    experts = {"train": {"backend": "megatron"}, "megatron": {"tp": 4, "ep": 4}}
+    fit.check_fit(plan_of("Qwen3-30B-A3B", tmp_path, 175.0, **experts))
+    large = plan_of("Qwen3-30B-A3B", tmp_path, 175.0, engine={"sync_bucket_mb": 8192}, **experts)
+    with pytest.raises(
+        ConfigError, match=r"15\.00 GiB more of buckets.*; lower engine\.sync_bucket_mb, raise"
+    ):
+        fit.check_fit(large)
 
 
 def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -> None:
@@ -314,11 +337,12 @@ def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does
 ) -> None:
     """A lower token budget would not help it: a rollout is never divided over micro-batches."""
 
-    def plan(longest: int, cp: int = 1) -> RunPlan:
+    def plan(longest: int, cp: int = 1, ranks: int = 4) -> RunPlan:
         return plan_of(
             "Qwen2.5-7B",
             tmp_path,
             79.6,
+            placement={"nodes": ranks // 4},
             rollout={"max_total_tokens": longest, "max_response_tokens": 100},
             train={"backend": backend, "max_tokens_per_gpu": 1024},
             megatron={"cp": cp, "tp": 4 if backend == "megatron" else 1},
@@ -335,7 +359,11 @@ def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does
     room = (run.device_bytes or 0) - run_plan.reserved_bytes(run.config)
     assert run.trainer.total <= room < plan(longest + 100).trainer.total
     if backend == "megatron":
-        cp = int(text.rpartition("megatron.cp=")[2])
-        assert -(-2_000_000 // cp) <= longest < -(-2_000_000 // (cp // 2))
+        named = re.search(r"megatron\.cp=(\d+) with (\d+) trainer ranks", text)
+        assert named is not None, text
+        cp, ranks = map(int, named.groups())
+        assert ranks == 4 * cp
+        fit.check_fit(plan(2_000_000, cp, ranks))
+        assert plan(2_000_000, cp // 2, ranks).trainer.total > room
     else:
         assert "megatron.cp" in text

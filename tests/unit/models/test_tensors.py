@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.models import HfTensor, shape_of
-from orhpc.plan.memory import layer_activations
-from tests.model_configs import REAL, TINY
+from orhpc.plan.layout import Layout, first_rank_rows
+from orhpc.plan.memory import Demand, layer_activations, trainer_memory
+from tests.model_configs import REAL, SEEING, TINY
 
 LENGTH = 256
 
@@ -68,6 +69,28 @@ def test_parameter_counts_of_real_sizes_equal_transformers(name: str) -> None:
     config, parameters, _ = REAL[name]
     model = meta_model(config)
     assert sum(p.numel() for p in model.parameters()) == parameters == shape_of(config).parameters
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.2-1B", "Llama-4-Scout", "DeepSeek-V3"])
+@pytest.mark.parametrize("ranks", [3, 7, 24, 256])
+def test_the_first_fsdp_rank_holds_the_most_rows(name: str, ranks: int) -> None:
+    """FSDP2 cuts the first dimension as torch.chunk does: of 128 experts, 24 ranks get 6, 5.3 on average."""
+    demand = Demand(4096, 2, "full", 1024, reference=True)
+    memory = trainer_memory(shape_of(REAL[name][0]), Layout(ranks, sharded=True), demand)
+    parts = [p.chunk(ranks)[0].numel() for p in meta_model(REAL[name][0]).parameters()]
+    held = sum(parts)
+    assert (memory.weights, memory.optimizer, memory.reference) == (4 * held, 8 * held, 2 * held)
+
+
+@pytest.mark.parametrize("name", sorted(SEEING))
+def test_the_root_holds_what_is_in_no_layer_of_decoder_or_vision_tower(name: str) -> None:
+    """FSDP gathers it throughout a pass; Qwen3-VL's mergers are as large as its embedding."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**SEEING[name]))
+    units = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    assert first_rank_rows(shape_of(SEEING[name]), 2).root == outside
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
