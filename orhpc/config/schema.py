@@ -283,6 +283,14 @@ class Config(Section):
         )
 
     @property
+    def compiles_layers(self) -> bool:
+        """Whether FSDP is to compile decoder layers that can be compiled: see ``train.compile``."""
+        if self.train.compile is not None:
+            return self.train.compile
+        half = self.model.dtype != "float32"
+        return half and self.placement.device == "cuda" and not self.train.deterministic
+
+    @property
     def secret_sources(self) -> list[dict[str, str | None]]:
         """Sources of all secrets of the run: the shared ones, those of each environment, and its own."""
         return [self.secrets, *(e.secrets for e in self.environments.values()), self.own_secrets]

@@ -12,6 +12,7 @@ MEGATRON_UPDATES = "Update of a mixture by the size of its micro-batches"
 FOUR_H200 = "All of Qwen3-30B-A3B on four GPUs"
 SPLIT_FOUR = "Split on four GPUs"
 DENSE_UPDATES = "The Megatron trainer on GPUs"
+DENSE_FSDP = "Dense updates with FSDP and Megatron"
 TAILS = "Heavy-tailed lengths on a GPU"
 SMOLLM2 = "A run of 54 steps"
 SHARED_MIXTURE = "A mixture of experts sharing one H200 with its engine"
@@ -59,6 +60,10 @@ SPEEDS = {
     ),
     "eager_passes": Speed(
         25.0, "reads or writes of each activation", TAILS, "the same for FSDP: update of Qwen3-0.6B's shape",
+    ),
+    "compiled_passes": Speed(
+        7.0, "reads or writes of each activation", DENSE_FSDP,
+        "the same for FSDP with compiled layers: between Qwen3-1.7B's shape and Qwen3-0.6B's against verl",
     ),
     "head_reads": Speed(
         4.6, "reads of bfloat16 logits", DENSE_UPDATES, "log-probability, loss, backward: 1.18 + 3.43 reads",

@@ -66,6 +66,8 @@ class _MicroBatch:
     layers: int
     nodes: int
     """Nodes over which experts are exchanged."""
+    compiled: bool
+    """Whether FSDP's layers are compiled."""
 
     @property
     def _share(self) -> float:
@@ -101,7 +103,8 @@ class _MicroBatch:
             layer_activations(shape, i, self.demand.element_bytes, upcast_norms=sharded)
             for i in range(len(shape.layers))
         )
-        passes = speed("eager_passes" if sharded else "fused_passes")
+        kind = "fused_passes" if not sharded else "compiled_passes" if self.compiled else "eager_passes"
+        passes = speed(kind)
         return passes * kept * self.layers / len(shape.layers)
 
     def exchange(self, forwards: float) -> float:
@@ -176,6 +179,7 @@ def predict_update(config: Config, shape: ModelShape, card: Card, work: Workload
         shape, layout, demand, card,
         tokens=work.tokens / config.data_ranks / count, length=work.length, excess=work.excess,
         layers=layers, nodes=_experts_across(run),
+        compiled=config.compiles_layers and not shape.experts and not shape.vision,
     )  # fmt: skip
     host, device, exchange = (part(forwards) for part in (one.host, one.device, one.exchange))
     if layout.sharded:

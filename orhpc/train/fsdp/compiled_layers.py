@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from orhpc.models.images import sees_images
 from orhpc.train.attention import packed
 from orhpc.wire.routes import RouteShape
 
-if TYPE_CHECKING:
-    from orhpc.config import Config
-
 log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
@@ -37,14 +34,6 @@ BACKEND = "inductor"
 _VARIANTS = 64
 """Compiled variants of one function, at most: with and without gradient, of the policy, the reference and the
 critic, and of each kind of layer.  By default torch compiles 8 and then, without an error, no more."""
-
-
-def compilation_wanted(config: Config) -> bool:
-    """Whether the settings ask for compiled layers: see ``train.compile``."""
-    if config.train.compile is not None:
-        return config.train.compile
-    half = config.model.dtype != "float32"
-    return half and config.placement.device == "cuda" and not config.train.deterministic
 
 
 def compile_layers(hf: PreTrainedModel) -> bool:

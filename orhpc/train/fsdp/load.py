@@ -19,7 +19,7 @@ from orhpc.errors import ModelError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.dtypes import DTYPES
-from orhpc.train.fsdp.compiled_layers import compilation_wanted, compile_layers
+from orhpc.train.fsdp.compiled_layers import compile_layers
 from orhpc.train.fsdp.model import LogprobModel, PackedModel, ValueModel
 from orhpc.train.fsdp.optim import local
 from orhpc.train.fsdp.routing_replay import RouterReplay
@@ -131,7 +131,7 @@ class ModelLoader:
 
     def _compile(self, hf: PreTrainedModel) -> None:
         """Compile the layers; after hooks were registered, and before they are sharded."""
-        if compilation_wanted(self.config):
+        if self.config.compiles_layers:
             compile_layers(hf)
 
     def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:

@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from orhpc.config import Config
 from orhpc.train.fsdp import compiled_layers
-from orhpc.train.fsdp.compiled_layers import compilation_wanted, compile_layers
+from orhpc.train.fsdp.compiled_layers import compile_layers
 from orhpc.train.process_groups import join_default_group
 from tests.trainer_kit import (
     free_port,
@@ -160,7 +160,7 @@ def test_layers_are_compiled_on_gpus_in_half_precision_unless_deterministic() ->
     def wanted(device: str, dtype: str, **train: Any) -> bool:
         config = make_config(train=train, dtype=dtype)
         placement = config.placement.model_copy(update={"device": device})
-        return compilation_wanted(config.model_copy(update={"placement": placement}))
+        return config.model_copy(update={"placement": placement}).compiles_layers
 
     assert wanted("cuda", "bfloat16")
     assert not wanted("cuda", "bfloat16", compile=False)
