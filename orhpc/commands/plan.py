@@ -148,7 +148,10 @@ def _engine_lines(run: RunPlan) -> Iterator[str]:
     if not run.placement.engines:
         return
     yield "engine device, GiB"
-    yield f"  {'weights':<12}{gib(run.engine_weights):>9}"
+    drafting = f"  of which {gib(run.drafting_weights)} draft tokens" if run.drafting_weights else ""
+    yield f"  {'weights':<12}{gib(run.engine_weights):>9}{drafting}"
+    if run.draft_parameters is None:
+        yield f"  without the draft model {run.config.engine.draft_model}, which cannot be read here"
     tokens = run.kv_tokens
     if tokens is None:
         yield f"  KV cache    {run.kv_token} bytes a token"

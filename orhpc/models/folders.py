@@ -7,6 +7,7 @@ that login nodes can use it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -121,6 +122,19 @@ def tensor_names(folder: Path) -> frozenset[str]:
     except (OSError, ValueError, AttributeError):
         return frozenset()
     return frozenset(names - {"__metadata__"})
+
+
+def stored_elements(folder: Path) -> int:
+    """Number of elements of all tensors in a folder's safetensors files; 0 if they cannot be read."""
+    try:
+        found = 0
+        for name in _weight_files(folder):
+            with (folder / name).open("rb") as stream:
+                header = _header(stream, (folder / name).stat().st_size)
+            found += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return 0
+    return found
 
 
 def _header(stream: IO[bytes], size: int) -> dict[str, Any]:

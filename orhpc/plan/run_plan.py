@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orhpc.config import Config
-from orhpc.errors import ConfigError, PreflightError
+from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.models import HfTensor, ModelShape, read_shape
-from orhpc.models.folders import find_model
+from orhpc.models.folders import find_model, stored_elements
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.memory import (
     ELEMENT_BYTES,
@@ -50,6 +50,8 @@ class RunPlan:
     device_bytes: int | None
     """Memory of one device; null if the devices are CPU processes."""
     placement: Placement
+    draft_parameters: int | None = 0
+    """Parameters of a separate draft model, which engines hold too; null: its folder is not here."""
 
     @property
     def engine_weights(self) -> int:
@@ -57,13 +59,18 @@ class RunPlan:
 
         SGLang divides matrices over the engine's devices, attention only over those of one DP-attention
         group; routers, norms and the shared part of latent attention are whole on each device.
-        A model that drafts with its own multi-token-prediction layers holds those too.
+        A model that drafts with its own multi-token-prediction layers holds those too, and an engine with a
+        separate draft model holds that one.
         """
-        total = sum(self._engine_bytes(tensor) for tensor in self.shape.tensors())
-        speculative = self.config.engine.speculative
-        if speculative is not None and speculative.draft_model is None:
-            total += -(-self.shape.mtp_parameters * self._element_bytes // self.tp)
-        return total
+        return sum(self._engine_bytes(tensor) for tensor in self.shape.tensors()) + self.drafting_weights
+
+    @property
+    def drafting_weights(self) -> int:
+        """The part of :attr:`engine_weights` that only drafts tokens, divided over the engine's devices."""
+        engine, parameters = self.config.engine, self.draft_parameters or 0
+        if engine.drafts_with_weights and not engine.separate_drafter:
+            parameters = self.shape.mtp_parameters
+        return -(-parameters * self._element_bytes // self.tp)
 
     def _engine_bytes(self, tensor: HfTensor) -> int:
         elements = tensor.elements * tensor.copies
@@ -139,7 +146,23 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         trainer=trainer_memory(shape, layout, demand),
         device_bytes=device_bytes,
         placement=plan(config, nodes),
+        draft_parameters=_draft_parameters(config),
     )
+
+
+def _draft_parameters(config: Config) -> int | None:
+    """Parameters of the separate draft model: of its weights if they are here, else by its ``config.json``.
+
+    A draft model may share the policy's embedding and head, which its own files then lack.  0: there is none;
+    null: its folder is not here, or cannot be read.
+    """
+    if config.engine.draft_model is None:
+        return 0
+    try:
+        folder = find_model(config.engine.draft_model)
+        return stored_elements(folder) or read_shape(folder).parameters
+    except ModelError:
+        return None
 
 
 def _check_layout(shape: ModelShape, layout: Layout, per_node: int) -> None:
