@@ -156,7 +156,10 @@ def _engine_lines(run: RunPlan) -> Iterator[str]:
     if tokens is None:
         yield f"  KV cache    {run.kv_token} bytes a token"
         return
-    yield f"  {'KV cache':<12}{gib(tokens * run.kv_token):>9}  {run.kv_token} bytes a token, {tokens} tokens"
+    groups = run.config.engine.dp
+    where = f" in each of {groups} attention groups" if groups > 1 else ""
+    cache = f"{run.kv_token} bytes a token, {tokens} tokens{where}"
+    yield f"  {'KV cache':<12}{gib(tokens * run.kv_token):>9}  {cache}"
 
 
 def limit(run: RunPlan) -> str:
@@ -167,13 +170,13 @@ def limit(run: RunPlan) -> str:
         return f"host memory: {gib(run.trainer.total)} GiB a trainer rank, most of it {largest}"
     room = run.device_bytes - reserved_bytes(run.config)
     trainer = run.trainer.total / room
-    if run.kv_tokens is not None and run.placement.engines:
-        rollouts = run.kv_tokens // run.config.rollout.max_total_tokens
-        if rollouts < run.config.engine.max_running and trainer < 0.9:
-            return (
-                f"KV cache: {rollouts} rollouts of full length at once an engine, "
-                f"engine.max_running is {run.config.engine.max_running}"
-            )
+    rollouts = run.rollouts_at_once(run.config.rollout.max_total_tokens)
+    few = rollouts is not None and rollouts < run.config.engine.max_running
+    if few and run.placement.engines and trainer < 0.9:
+        return (
+            f"KV cache: {rollouts} rollouts of full length at once an engine, "
+            f"engine.max_running is {run.config.engine.max_running}"
+        )
     return f"trainer memory, {trainer:.0%} used, most of it {largest}"
 
 

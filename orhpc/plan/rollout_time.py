@@ -52,7 +52,7 @@ def predict_rollout(run: RunPlan, card: Card, work: Workload, sync_s: float, upd
     """
     config, engines = run.config, len(run.placement.engines)
     own = work.rollouts / engines
-    kept = int((run.kv_tokens or 0) // max(1.0, work.prompt + work.response / 2))
+    kept = run.rollouts_at_once(max(1.0, work.prompt + work.response / 2)) or 0
     at_once = max(1, min(config.engine.max_running, math.ceil(own), kept))
     steps = max(work.longest, own * work.response / at_once)
     busy = own * work.response / steps

@@ -111,11 +111,19 @@ class RunPlan:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that one engine's cache holds; null if the device's memory is unknown."""
+        """Tokens that one engine's cache holds; null if the device's memory is unknown.
+
+        With data-parallel attention each of its groups has such a cache, for other requests.
+        """
         if self.device_bytes is None:
             return None
         pool = int(self.device_bytes * self.memory_fraction) - self.engine_weights
         return max(0, pool) // self.kv_token
+
+    def rollouts_at_once(self, length: float) -> int | None:
+        """Rollouts of ``length`` tokens that one engine's cache holds; null if the memory is unknown."""
+        tokens = self.kv_tokens
+        return None if tokens is None else self.config.engine.dp * int(tokens // length)
 
 
 def make_plan(config: Config, device_gib: float) -> RunPlan:

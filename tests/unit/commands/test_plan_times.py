@@ -16,6 +16,10 @@ from orhpc.config import Config
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK
 from orhpc.launch.checks.card import card_of
+from orhpc.plan.rollout_time import predict_rollout
+from orhpc.plan.run_plan import make_plan
+from orhpc.plan.speeds import CARDS
+from orhpc.plan.workload import assumed_workload
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from tests.model_configs import REAL
@@ -219,3 +223,25 @@ def test_other_and_mixed_gpus_are_not_taken_for_known_ones(
     assert card_of(config, 48.0, given=False).name == "nvidia rtx 6000 ada generation"
     programs(tmp_path / "two", monkeypatch, nvidia_smi="NVIDIA H100\\nNVIDIA A100\\n", sinfo="gpu:a100:4\\n")
     assert card_of(config, 48.0, given=False).name == "a100"
+
+
+def test_each_group_of_data_parallel_attention_has_a_cache(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang gives each group other requests, so that an engine holds as many as all its groups."""
+    eight = [
+        "placement.devices_per_node=8", "placement.device_memory_gib=139", "engine.tp=8", "megatron.ep=8",
+        "rollout.max_total_tokens=32768", "megatron.tp=8",
+    ]  # fmt: skip
+    groups = [*eight, "engine.ep=8", "engine.dp=8", "engine.trusted_network=true"]
+    whole = make_plan(load_config(words[0], [*words[1:], *eight]), 139)
+    run = make_plan(load_config(words[0], [*words[1:], *groups]), 139)
+    assert run.kv_tokens is not None and whole.kv_tokens is not None
+    assert run.kv_tokens * 3 < whole.kv_tokens  # all key-value heads on every GPU, and more weights
+    assert run.rollouts_at_once(32768) == 8 * (run.kv_tokens // 32768)
+    work = assumed_workload(run.config)
+    kept = 8 * int(run.kv_tokens // (work.prompt + work.response / 2))
+    time = predict_rollout(run, CARDS["h200"], work, 0.0, 0.0)
+    assert time.concurrent == min(run.config.engine.max_running, work.rollouts, kept)
+    assert main(["plan", *words, *groups]) == EXIT_OK
+    assert f"{run.kv_tokens} tokens in each of 8 attention groups" in capsys.readouterr().out
