@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,40 @@ def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> No
     for problem, wrong in problems.items():
         if wrong:
             raise ConfigError(f"layout: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """Elements that the first rank holds of a model that FSDP shards by rows; no rank holds more."""
+
+    elements: int
+    """Of all parameters."""
+    decoder: int
+    """Of all but the head."""
+    largest_layer: int
+
+
+def first_rank_rows(shape: ModelShape, ranks: int) -> HeldRows:
+    """Return what the first rank holds: of rows that the ranks do not divide, more than others."""
+    outside = [*shape.outer_tensors(), *shape.vision]
+    head = _rows([t for t in outside if t.part == "head"], ranks)
+    example = {layer.experts: index for index, layer in enumerate(shape.layers)}
+    by_kind = {kind: _rows(shape.layer_tensors(index), ranks) for kind, index in example.items()}
+    elements = _rows(outside, ranks) + sum(by_kind[layer.experts] for layer in shape.layers)
+    return HeldRows(elements, elements - head, max(by_kind.values()))
+
+
+def _rows(tensors: Sequence[HfTensor], ranks: int) -> int:
+    """Elements of the first rank's rows.
+
+    transformers merges the tensors of a layer's experts into one, whose rows are the experts.
+    """
+    found = 0
+    for tensor in tensors:
+        if tensor.part != "bias":
+            rows = tensor.copies if tensor.copies > 1 else tensor.shape[0]
+            found += -(-rows // ranks) * (tensor.elements * tensor.copies // rows)
+    return found
 
 
 def stages(shape: ModelShape, pp: int) -> list[range]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
-from orhpc.plan.layout import Layout, stage_layers
+from orhpc.plan.layout import Layout, first_rank_rows, stage_layers
 
 Recompute = Literal["none", "selective", "full"]
 """What is recomputed in the backward pass: nothing, some modules of each layer, or whole layers."""
@@ -168,25 +168,25 @@ def rank_memory(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -
 
 def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     """See orhpc.train.fsdp.backend: float32 master weights, gradients and moments, sharded by rows."""
-    size, ranks, element = shape.parameters, layout.ranks, demand.element_bytes
+    ranks, element = layout.ranks, demand.element_bytes
+    held = first_rank_rows(shape, ranks)
     kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True)
     gathered = 0
     if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model unwrapped
-        outer = _elements(shape.outer_tensors())
-        largest = max(shape.layer_parameters(i) for i in range(len(shape.layers)))
+        outer, largest = _elements(shape.outer_tensors()), ranks * held.largest_layer
         # The root is gathered throughout the backward pass, with its gradient.  Of the layers: the active
-        # one, the prefetched next one, and the gradient being reduced, summed in float32.
+        # one, the prefetched next one, and the gradient being reduced, summed in float32; parts are padded.
         gathered = 2 * element * outer + (3 * element + MASTER_BYTES) * largest
     return TrainerMemory(
-        weights=_up(MASTER_BYTES * size, ranks),
-        gradients=_up(MASTER_BYTES * size, ranks),
-        optimizer=_up(MOMENT_BYTES * size, ranks),
+        weights=MASTER_BYTES * held.elements,
+        gradients=MASTER_BYTES * held.elements,
+        optimizer=MOMENT_BYTES * held.elements,
         quantized=0,
         gathered=gathered,
-        reference=_up(element * size, ranks) if demand.reference else 0,
+        reference=element * held.elements if demand.reference else 0,
         activations=kept + layer,
         head=max(0, _head(shape, layout, demand) - layer),
-        critic=_up((MASTER_BYTES + MOMENT_BYTES) * critic_parameters(shape), ranks) if demand.critic else 0,
+        critic=(MASTER_BYTES + MOMENT_BYTES) * (held.decoder + shape.hidden) if demand.critic else 0,
     )
 
 

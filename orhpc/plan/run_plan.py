@@ -298,7 +298,9 @@ def commits_on_disk(config: Config) -> int:
 
 
 def commit_bytes(run: RunPlan) -> int:
-    """One node's part of a commit, and the host memory for the copy from which it is written."""
+    """The first node's part of a commit, and the host memory for the copy from which it is written."""
+    if run.layout.sharded:  # by rows, of which the first ranks have more if the ranks do not divide them
+        return (run.trainer.weights + run.trainer.optimizer + run.trainer.critic) * _ranks_of_a_node(run)
     return -(-state_bytes(run) * _ranks_of_a_node(run) // run.layout.ranks)
 
 

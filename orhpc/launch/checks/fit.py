@@ -297,10 +297,12 @@ def _way_out(run: RunPlan, room: int) -> str:
     per_node = run.config.placement.devices_per_node
     if not run.layout.sharded:
         return _way_out_divided(run, room)
-    fixed = run.trainer.gathered + run.trainer.activations + run.trainer.head
-    if run.trainer.gathered > room:  # fewer tokens would not help either
+    # What two ranks gather is not padded, as it is for more ranks than a tensor has rows.
+    gathered = trainer_memory(run.shape, Layout(2, sharded=True), run.demand).gathered
+    fixed = gathered + run.trainer.activations + run.trainer.head
+    if gathered > room:  # fewer tokens would not help either
         return (
-            f"fsdp gathers whole layers, {gib(run.trainer.gathered)} GiB whatever the number of ranks: "
+            f"fsdp gathers whole layers, {gib(gathered)} GiB whatever the number of ranks: "
             f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
         )
     if fixed > room:

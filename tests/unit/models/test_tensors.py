@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.models import HfTensor, shape_of
-from orhpc.plan.memory import layer_activations
+from orhpc.plan.layout import Layout
+from orhpc.plan.memory import Demand, layer_activations, trainer_memory
 from tests.model_configs import REAL, TINY
 
 LENGTH = 256
@@ -68,6 +69,17 @@ def test_parameter_counts_of_real_sizes_equal_transformers(name: str) -> None:
     config, parameters, _ = REAL[name]
     model = meta_model(config)
     assert sum(p.numel() for p in model.parameters()) == parameters == shape_of(config).parameters
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.2-1B", "Llama-4-Scout", "DeepSeek-V3"])
+@pytest.mark.parametrize("ranks", [3, 7, 24, 256])
+def test_the_first_fsdp_rank_holds_the_most_rows(name: str, ranks: int) -> None:
+    """FSDP2 cuts the first dimension as torch.chunk does: of 128 experts, 24 ranks get 6, 5.3 on average."""
+    demand = Demand(4096, 2, "full", 1024, reference=True)
+    memory = trainer_memory(shape_of(REAL[name][0]), Layout(ranks, sharded=True), demand)
+    parts = [p.chunk(ranks)[0].numel() for p in meta_model(REAL[name][0]).parameters()]
+    held = sum(parts)
+    assert (memory.weights, memory.optimizer, memory.reference) == (4 * held, 8 * held, 2 * held)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
