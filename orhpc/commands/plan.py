@@ -71,6 +71,8 @@ def lines(run: RunPlan) -> Iterator[str]:
         yield f"  {name:<12}{gib(size):>9}"
     has = "" if run.device_bytes is None else f" of {gib(run.device_bytes - reserved_bytes(run.config))}"
     yield f"  {'total':<12}{gib(run.trainer.total):>9}{has}"
+    if shape.vision:
+        yield "  what the vision tower computes of images is not counted: leave it some GiB"
     if run.config.train.backend == "megatron":
         yield _recompute_line(run)
     yield from _engine_lines(run)

@@ -94,6 +94,8 @@ class HeldRows:
     decoder: int
     """Of all but the head."""
     largest_layer: int
+    root: int
+    """Whole elements of what is in no layer, which all ranks gather together."""
 
 
 def first_rank_rows(shape: ModelShape, ranks: int) -> HeldRows:
@@ -103,7 +105,8 @@ def first_rank_rows(shape: ModelShape, ranks: int) -> HeldRows:
     example = {layer.experts: index for index, layer in enumerate(shape.layers)}
     by_kind = {kind: _rows(shape.layer_tensors(index), ranks) for kind, index in example.items()}
     elements = _rows(outside, ranks) + sum(by_kind[layer.experts] for layer in shape.layers)
-    return HeldRows(elements, elements - head, max(by_kind.values()))
+    root = sum(t.elements for t in outside if ".blocks." not in t.name)  # the vision tower's layers
+    return HeldRows(elements, elements - head, max(by_kind.values()), root)
 
 
 def _rows(tensors: Sequence[HfTensor], ranks: int) -> int:

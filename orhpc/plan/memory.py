@@ -173,10 +173,10 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True)
     gathered = 0
     if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model unwrapped
-        outer, largest = _elements(shape.outer_tensors()), ranks * held.largest_layer
+        largest = ranks * held.largest_layer
         # The root is gathered throughout the backward pass, with its gradient.  Of the layers: the active
         # one, the prefetched next one, and the gradient being reduced, summed in float32; parts are padded.
-        gathered = 2 * element * outer + (3 * element + MASTER_BYTES) * largest
+        gathered = 2 * element * held.root + (3 * element + MASTER_BYTES) * largest
     return TrainerMemory(
         weights=MASTER_BYTES * held.elements,
         gradients=MASTER_BYTES * held.elements,

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.models import HfTensor, shape_of
-from orhpc.plan.layout import Layout
+from orhpc.plan.layout import Layout, first_rank_rows
 from orhpc.plan.memory import Demand, layer_activations, trainer_memory
-from tests.model_configs import REAL, TINY
+from tests.model_configs import REAL, SEEING, TINY
 
 LENGTH = 256
 
@@ -80,6 +80,17 @@ def test_the_first_fsdp_rank_holds_the_most_rows(name: str, ranks: int) -> None:
     parts = [p.chunk(ranks)[0].numel() for p in meta_model(REAL[name][0]).parameters()]
     held = sum(parts)
     assert (memory.weights, memory.optimizer, memory.reference) == (4 * held, 8 * held, 2 * held)
+
+
+@pytest.mark.parametrize("name", sorted(SEEING))
+def test_the_root_holds_what_is_in_no_layer_of_decoder_or_vision_tower(name: str) -> None:
+    """FSDP gathers it throughout a pass; Qwen3-VL's mergers are as large as its embedding."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**SEEING[name]))
+    units = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    assert first_rank_rows(shape_of(SEEING[name]), 2).root == outside
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
