@@ -11,15 +11,18 @@ Neither login nodes nor the driver import this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from orhpc.errors import ModelError
+from orhpc.models.rotary import changing_positions, rotary_kinds
 
 SHORT = 11
 """Tokens of the second sample, whose results must not depend on the first one."""
@@ -81,28 +84,28 @@ def critical_lengths(text: Any) -> list[int]:
 
 
 def fixed_positions(config: Any) -> tuple[str, int] | None:
-    """Return the kind of length-dependent rotary positions, and the length up to which they are constant.
+    """Return :func:`orhpc.models.rotary.changing_positions` of a config as transformers reads it."""
+    return changing_positions(_positions_of(config))
 
-    transformers computes such frequencies from the longest sequence of a batch (``dynamic_rope_update``), so
-    beyond that length a sample's values depend on the other samples of its batch, and on whether
-    keys were cached before the sequence grew.  Null: the model's positions do not change.
-    """
+
+def _positions_of(config: Any) -> dict[str, Any]:
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = [rope] if "rope_type" in rope or "type" in rope else rope.values()
-    found: list[tuple[int, str]] = []
-    for values in kinds:
-        if not isinstance(values, Mapping):
-            continue
-        kind = str(values.get("rope_type") or values.get("type") or "default")
-        if kind == "longrope":
-            original = values.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
+    names = ("rope_parameters", "rope_scaling", "original_max_position_embeddings", "max_position_embeddings")
+    return {name: getattr(text, name, None) for name in names}
+
+
+def unknown_positions(config: Any) -> ModelError | None:
+    """Return the error for a kind of rotary positions without a function in transformers; None: all have one.
+
+    For the KeyError with which building such a model fails: a family may have a function for its kinds.
+    """
+    for kind, _ in rotary_kinds(_positions_of(config)):
+        if kind not in {"default", *ROPE_INIT_FUNCTIONS}:
+            return ModelError(
+                f"model.path: transformers {transformers.__version__} does not know rotary positions of kind "
+                f"{kind!r} (rope_scaling in config.json), only default, {', '.join(ROPE_INIT_FUNCTIONS)}"
             )
-            found.append((int(original or text.max_position_embeddings), kind))
-        elif "dynamic" in kind:
-            found.append((int(text.max_position_embeddings), kind))
-    return (min(found)[1], min(found)[0]) if found else None
+    return None
 
 
 def refuse_changing_positions(config: Any, longest: int, what: str, setting: str) -> None:

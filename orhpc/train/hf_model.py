@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
+from orhpc.models.forward_check import unknown_positions
 from orhpc.models.images import sees_images
 from orhpc.models.seeing import attention_of, auto_class
 from orhpc.train.attention import adapters
@@ -39,7 +41,7 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: boo
         config = AutoConfig.from_pretrained(
             model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
     if getattr(config, "quantization_config", None) and not quantized:
         raise ModelError(f"model.path: {model_dir} holds quantized weights, which cannot be trained")
@@ -129,6 +131,8 @@ def _unusable(config: Any, where: str, error: Exception) -> ModelError:
         return ModelError(
             f"{config.model_type} cannot be packed: its transformers class accepts no custom attention"
         )
+    if isinstance(error, KeyError) and (problem := unknown_positions(config)) is not None:
+        return problem
     return ModelError(f"{where}: {_one_line(error)}")
 
 

@@ -88,6 +88,7 @@ def build(name: str, **changes: Any) -> Build:
         ("gemma3-images", {}, r"cannot build gemma3: it also sees images; .* \(gemma3_text\) can be built"),
         ("llama4", {}, "cannot build llama4_text with 2 experts per token"),
         ("gemma2", {"use_bidirectional_attention": True}, "cannot build gemma2: its attention is not causal"),
+        ("llama", {"rope_scaling": {"rope_type": "su"}}, "not know rotary positions of kind 'su'"),
     ],
 )
 def test_what_megatron_core_cannot_build_is_named(name: str, changes: dict[str, Any], said: str) -> None:

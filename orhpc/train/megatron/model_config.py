@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
+from orhpc.models.forward_check import unknown_positions
 from orhpc.train.attention.packing import Traits, traits_of
 
 if TYPE_CHECKING:
@@ -248,7 +249,10 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float, torch.Tensor | None]:
         raise ModelError(
             f"train.backend=megatron: {model.__name__} has {len(kinds)} kinds of rotary positions"
         )
-    module = kinds[0](config)
+    try:
+        module = kinds[0](config)
+    except KeyError as error:
+        raise unknown_positions(config) or error from error
     of = getattr(module, "rope_type", "default")
     if changing := {"dynamic", "longrope"} & set(of.values() if isinstance(of, Mapping) else [of]):
         raise ModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,17 @@ def test_families_that_cannot_be_packed_are_refused_by_name(
     text = str(caught.value)
     assert family in text.lower() and "cannot be packed" in text
     assert "orhpc_packed" not in text and "\n" not in text
+
+
+@pytest.mark.parametrize("rope", [{"type": "su", "factor": 2.0}, [1, 2]])
+def test_rotary_positions_that_transformers_does_not_know_are_named(rope: Any, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    path = tmp_path / "model/config.json"
+    path.write_text(path.read_text().replace('"rope_parameters"', f'"rope_scaling": {json.dumps(rope)}, "_"'))
+    said = "not know rotary positions of kind 'su'" if isinstance(rope, dict) else "rope_parameters"
+    for loaded in (lambda: trainer(config_of(), folder).__enter__(), lambda: engine(folder)):
+        with pytest.raises(ModelError, match=said):
+            loaded()
 
 
 # --- the engine -----------------------------------------------------------------------------------

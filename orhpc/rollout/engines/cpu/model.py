@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError
@@ -21,6 +21,7 @@ from orhpc.models.forward_check import (
     refuse,
     samples_for,
     target_logprobs,
+    unknown_positions,
 )
 from orhpc.models.images import ImageProcessor
 from orhpc.models.seeing import ImageFeatures, attention_of, auto_class, language_inputs
@@ -256,6 +257,7 @@ def load_model(
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path} is not a model folder: it has no config.json")
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    config: Any = None
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if load_format == "dummy":
@@ -265,7 +267,9 @@ def load_model(
             model = auto_class(config).from_pretrained(
                 path, dtype=wanted, local_files_only=True, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
+        if isinstance(error, KeyError) and config is not None and (problem := unknown_positions(config)):
+            raise problem from error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot load the model in {path}: {first_line}") from error
     _refuse_unsupported(model)

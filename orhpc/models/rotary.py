@@ -1,0 +1,41 @@
+"""Rotary positions by ``config.json``: which kinds change with the length of a batch; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def rotary_kinds(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield kind and settings of a language model's rotary positions, for each kind of layer that has some.
+
+    ``text``: the keys of the language model's config, with transformers' names of any release.
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return
+    for values in [rope] if "rope_type" in rope or "type" in rope else rope.values():
+        if isinstance(values, Mapping):
+            yield str(values.get("rope_type") or values.get("type") or "default"), values
+
+
+def changing_positions(text: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return the kind of length-dependent rotary positions, and the length up to which they are constant.
+
+    transformers computes such frequencies from the longest sequence of a batch (``dynamic_rope_update``), so
+    beyond that length a sample's values depend on the other samples of its batch, and on whether
+    keys were cached before the sequence grew.  Null: the model's positions do not change, or the config does
+    not say from which length on.
+    """
+    found: list[tuple[int, str]] = []
+    longest = text.get("max_position_embeddings")
+    for kind, values in rotary_kinds(text):
+        bound = None
+        if kind == "longrope":
+            own = "original_max_position_embeddings"
+            bound = values.get(own) or text.get(own) or longest
+        elif "dynamic" in kind:
+            bound = longest
+        if isinstance(bound, (int, float)):
+            found.append((int(bound), kind))
+    return (min(found)[1], min(found)[0]) if found else None
