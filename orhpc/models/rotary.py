@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+
+def read_text_config(folder: Path) -> Mapping[str, Any]:
+    """Return the language model's part of a folder's ``config.json``, which is a valid one."""
+    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return whole.get("text_config") or whole
 
 
 def rotary_kinds(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -15,6 +15,7 @@ from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.models import HfTensor, ModelShape, read_shape
 from orhpc.models.folders import find_model, stored_elements
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
+from orhpc.plan.limits import check_model
 from orhpc.plan.memory import (
     ELEMENT_BYTES,
     FP8_BLOCK,
@@ -132,14 +133,12 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     The plan's config has the choice that ``megatron.recompute: auto`` makes.
 
     Raises:
-        ConfigError: an impossible placement or layout, or settings that a model with images does not allow.
+        ConfigError: an impossible placement or layout, or settings that the model does not allow.
     """
     p = config.placement
-    shape = read_shape(find_model(config.model.path, config.model.revision))
-    if shape.vision and config.train.backend == "megatron":
-        raise ConfigError("train.backend: megatron cannot train a model that sees images; set it to fsdp")
-    if shape.vision and config.precision != "bf16":
-        raise ConfigError(f"precision: {config.precision} is not for models that see images; set it to bf16")
+    folder = find_model(config.model.path, config.model.revision)
+    shape = read_shape(folder)
+    check_model(config, shape, folder)
     layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node)
     device_bytes = int(device_gib * GIB) if p.device == "cuda" else None

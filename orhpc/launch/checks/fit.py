@@ -18,6 +18,7 @@ from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.launch.slurm import scheduler
 from orhpc.models import ModelShape
 from orhpc.plan.layout import Layout, check_layout
+from orhpc.plan.limits import not_built, undivided_attention
 from orhpc.plan.memory import FP8_BLOCK, reserved_bytes, trainer_memory
 from orhpc.plan.run_plan import (
     DEFAULT_DEVICE_GIB,
@@ -268,16 +269,18 @@ def _too_long(run: RunPlan, room: int) -> str:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(run, room, middle) else (low, middle)
     ways = [setting] if (setting := _recompute_more(run)) else []
-    if run.layout.sharded:
+    undivided = bool(not_built(run.shape) or undivided_attention(run.shape, longest))
+    if run.layout.sharded and not undivided:
         ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
-    else:
+    elif not undivided:
         divided = run.layout.cp
         while -(-longest // divided) > -(-low // run.layout.cp):
             divided *= 2
         ways.append(f"megatron.cp={divided}")
+    others = f", or set {', or '.join(ways)}" if ways else ""
     return (
         f"a rollout of rollout.max_total_tokens={longest} does not fit even alone, one of {low} would: lower "
-        f"it, or set {', or '.join(ways)}"
+        f"it{others}"
     )
 
 
@@ -301,10 +304,10 @@ def _way_out(run: RunPlan, room: int) -> str:
     gathered = trainer_memory(run.shape, Layout(2, sharded=True), run.demand).gathered
     fixed = gathered + run.trainer.activations + run.trainer.head
     if gathered > room:  # fewer tokens would not help either
-        return (
-            f"fsdp gathers whole layers, {gib(gathered)} GiB whatever the number of ranks: "
-            f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
-        )
+        whole = f"fsdp gathers whole layers, {gib(gathered)} GiB whatever the number of ranks"
+        if problem := not_built(run.shape):
+            return f"{whole}, and megatron {problem}: it needs devices with more memory"
+        return f"{whole}: train.backend=megatron divides them; {_way_out_divided(run, room)}"
     if fixed > room:
         what = "" if run.demand.recompute != "none" else "train.gradient_checkpointing=true, or "
         return (

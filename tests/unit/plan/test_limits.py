@@ -1,0 +1,83 @@
+"""What a trainer could not compute of a model is refused before a node is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError
+from orhpc.launch.checks import fit
+from orhpc.plan.run_plan import make_plan
+from tests.model_configs import REAL
+from tests.model_folder import write_model_folder
+
+
+def config_of(folder: Path, content: dict[str, Any], longest: int, **sections: Any) -> Config:
+    write_model_folder(folder / "model", content)
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "rollout": {"max_total_tokens": longest, "max_response_tokens": 1024},
+        "environments": {"e": {"serve": "letters"}},
+    }
+    return Config.model_validate(tree | sections)
+
+
+_DYNAMIC = {"max_position_embeddings": 8192, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+_LONGROPE = {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+_MEGATRON = {"train": {"backend": "megatron"}}
+_LLAMA4 = {"model_type": "llama4_text"}
+_WINDOWED = {**REAL["Llama-3.1-8B"][0], "model_type": "mistral", "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("content", "longest", "more", "said"),
+    [
+        (
+            _WINDOWED,
+            4096,
+            {**_MEGATRON, "megatron": {"cp": 2}},
+            "cp: attention within a sliding window .* to 1",
+        ),
+        (_WINDOWED, 4096, _MEGATRON, ""),
+        (REAL["gemma-2-9b"][0], 4096, {**_MEGATRON, "megatron": {"cp": 2}}, ""),
+        (
+            _LLAMA4,
+            8193,
+            {**_MEGATRON, "megatron": {"cp": 2}},
+            "cp: attention in chunks of 8192",
+        ),
+        (_LLAMA4, 8192, {**_MEGATRON, "megatron": {"cp": 2}}, ""),
+        (
+            {**REAL["DeepSeek-V3"][0], "model_type": "deepseek_v32"},
+            4096,
+            _MEGATRON,
+            "cannot build deepseek_v32",
+        ),
+        (_DYNAMIC, 8193, {}, r"max_total_tokens: beyond 8192 tokens .*\(dynamic\).*; set it to 8192 or less"),
+        (_DYNAMIC, 8192, {}, ""),
+        (_DYNAMIC, 4096, _MEGATRON, "cannot compute rotary positions of kind dynamic.*; set it to fsdp"),
+        (_LONGROPE, 8192, {}, "beyond 4096 tokens"),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_before_the_queue(
+    content: dict[str, Any], longest: int, more: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """The nodes would read the same in ``config.json``, after the job has waited for them."""
+    whole = content if "model_type" in content else {**REAL["Llama-3.1-8B"][0], **content}
+    config = config_of(tmp_path, whole, longest, **more)
+    if not said:
+        make_plan(config, 80)
+        return
+    with pytest.raises(ConfigError, match=said):
+        fit.check(config)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_what_cannot_be_divided_over_ranks_is_not_suggested_to_be(backend: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, _WINDOWED, 400_000, train={"backend": backend})
+    with pytest.raises(ConfigError, match=r"one of \d+ would: lower it") as caught:
+        fit.check_fit(make_plan(config, 139.8))
+    assert "megatron.cp" not in str(caught.value)
