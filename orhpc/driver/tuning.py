@@ -3,7 +3,7 @@
 ``tuning.candidates`` lists them; each gets new trainers, which train on the newest recorded step of
 ``train.replay_rollouts`` several times.  The event ``candidate`` has what was measured.  After a restart the
 run goes on with the candidates that have no such event; one that was being measured then counts as failed,
-because it may have caused the restart.
+because it may have caused the restart, unless the run was asked to stop (``candidate_stopped``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def tune(run: Run) -> None:
     config = run.config
     events = read_events(run.rundir.events)
     measured = {e["index"] for e in events if e["event"] == "candidate"}
-    begun = {e["index"] for e in events if e["event"] == "candidate_begun"}
+    last = {e["index"]: e["event"] for e in events if e["event"] in ("candidate_begun", "candidate_stopped")}
     recorded = ReplayProducer(str(config.train.replay_rollouts))
     groups = (await recorded.collect(recorded.steps[-1] - 1)).groups
     advantages = Estimator(config).advantages(groups)
@@ -50,11 +50,16 @@ async def tune(run: Run) -> None:
         run.raise_if_stopped()
         if index in measured:
             continue
-        if index in begun:
+        if last.get(index) == "candidate_begun":
             _note(run, index, overrides, {"error": "it ended the run"})
             continue
         run.events.write("candidate_begun", index=index, settings=overrides)
-        _note(run, index, overrides, await _outcome(run, overrides, groups, advantages))
+        try:
+            found = await _outcome(run, overrides, groups, advantages)
+        except StopRequested:
+            run.events.write("candidate_stopped", index=index, settings=overrides)
+            raise
+        _note(run, index, overrides, found)
 
 
 def _note(run: Run, index: int, overrides: list[str], found: dict[str, Any]) -> None:

@@ -104,6 +104,25 @@ def test_a_stop_ends_it_between_candidates(tmp_path: Path, tried: list[float]) -
     assert run.found() == []
 
 
+def test_a_candidate_during_which_the_run_was_stopped_is_measured_later(
+    tmp_path: Path, tried: list[float]
+) -> None:
+    """A preemption, or Ctrl-C, is not its fault; what ends the run without a stop still is."""
+    run = OneRun(tmp_path, [[SMALLER], [LARGER]])
+
+    async def stopped(*_: Any) -> Any:
+        raise StopRequested("asked to stop")
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopRequested):
+        patched.setattr(tuning, "_measure", stopped)
+        run.tune()
+    assert (tried, run.found()) == ([], [])
+    run.events.write("candidate_begun", index=1, settings=[LARGER])
+    found = run.tune()
+    assert tried == [0.1]
+    assert [each.get("error") for each in found] == [None, "it ended the run"]
+
+
 def test_the_summary_counts_what_the_timed_updates_took() -> None:
     minibatch = SimpleNamespace(n_samples=6, ranks=((1, 2), (3,)))
     batch = SimpleNamespace(minibatches=(minibatch,), tokens=1200)
