@@ -30,8 +30,7 @@ from orhpc.launch import model, prepare
 from orhpc.launch.checks import fit
 from orhpc.launch.checks.card import card_of
 from orhpc.launch.command_line import node_overrides, split_command_line
-from orhpc.models import ModelShape, read_shape
-from orhpc.models.folders import find_model
+from orhpc.models import ModelShape
 from orhpc.plan.candidates import Candidate, candidates
 from orhpc.plan.memory import GIB, reserved_bytes
 from orhpc.plan.recompute import SPARE
@@ -73,8 +72,9 @@ def tune(options: argparse.Namespace) -> int:
     overrides += node_overrides(options)
     config = load_config(path, overrides)
     model.ensure_config(config)
-    shape = read_shape(find_model(config.model.path, config.model.revision))
-    device_bytes = _device_bytes(config)
+    planned = make_plan(config, fit.device_memory(config).gib)
+    fit.check_engines(planned)
+    shape, device_bytes = planned.shape, _device_bytes(config)
     chosen = candidates(config, shape, device_bytes, options.candidates, _fits, _card(config))
     print(_listed(chosen))
     if options.dry_run:
@@ -99,6 +99,8 @@ def _check_options(options: argparse.Namespace) -> None:
         existing_run(options.rollouts)
     if options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"-o: {options.output.parent} is not a folder")
+    if options.output is not None and options.output.is_dir():
+        raise ConfigError(f"-o: {options.output} is a folder; name a file")
 
 
 def _device_bytes(config: Config) -> int | None:

@@ -128,15 +128,16 @@ def _budgets(config: Config) -> Iterator[Config]:
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[Layout]:
     ranks, per_node, m = config.placement.trainer_ranks, config.placement.devices_per_node, config.megatron
+    own = trainer_layout(config)
+    yield own  # also one of other sizes than powers of two
     if m.vpp > 1:  # chunks of a pipeline belong to its number of stages
-        yield trainer_layout(config)
         return
     for layout in candidate_layouts(shape, ranks, per_node, m.cp):
         try:
             check_layout(shape, layout, per_node)
         except ConfigError:
             continue
-        if config.train.global_batch_size % (layout.dense_copies // layout.cp) == 0:
+        if layout != own:
             yield layout
 
 

@@ -169,6 +169,7 @@ def test_nothing_measured_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFix
         (["--table"], "--table: name one run directory"),
         (["--table", "."], "is not a run directory"),
         (["--rollouts", "nowhere", "tiny.yaml"], "nowhere"),
+        (["-o", ".", "tiny.yaml"], "-o: . is a folder; name a file"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -180,3 +181,22 @@ def test_bad_input_is_one_line(
     said = capsys.readouterr().err
     assert line in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.backend=megatron", "megatron.tp=3"], "tp = 3 does not divide 4 attention heads"),
+        (["engine.backend=sglang", "engine.tp=3"], "tp / dp = 3 does not divide 4 attention heads"),
+    ],
+)
+def test_a_config_that_cannot_start_is_refused_before_anything_is_listed(
+    settings: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY["llama"]))
+    three = [f"model.path={tmp_path}", "placement.devices_per_node=3", "placement.device=cuda"]
+    common = ["tune", "--dry-run", "tiny.yaml", *three, "engine.backend=sglang", *settings]
+    assert cli.main(common) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out == ""

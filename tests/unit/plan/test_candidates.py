@@ -80,6 +80,20 @@ def test_overrides_are_those_of_a_command_line(tmp_path: Path) -> None:
             assert (tuple(found) if isinstance(found, list) else found) == value
 
 
+@pytest.mark.parametrize("layout", [{}, {"tp": 1, "pp": 3}])
+def test_layouts_of_six_gpus_are_tried(layout: dict[str, int]) -> None:
+    """Batches need not be divided by the ranks, and a layout of the user's is tried with other sizes too."""
+    tree = yaml.safe_load(dump_config(config_of("megatron")))
+    tree["placement"] |= {"devices_per_node": 6}
+    config = Config.model_validate(tree | {"megatron": layout})
+    found = [dict(each.settings) for each in candidates(config, SHAPES["Llama-3.1-8B"], 139 * GIB, 40)]
+    pp = layout.get("pp", 1)
+    assert {each.get("megatron.pp", pp) for each in found} == {1, 2, pp}
+    assert any(each.get("megatron.tp") == 2 for each in found)
+    sizes = [each for each in found if {"megatron.tp", "megatron.pp"}.isdisjoint(each)]
+    assert any("train.max_tokens_per_gpu" in each for each in sizes)
+
+
 def test_what_the_run_could_not_start_with_is_left_out() -> None:
     config, shape = config_of("megatron"), SHAPES["Qwen3-30B-A3B"]
     every = candidates(config, shape, 139 * GIB, 10)
