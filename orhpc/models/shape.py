@@ -357,16 +357,16 @@ def _shape(family: Family, config: Mapping[str, Any]) -> ModelShape:
         # A size may have several names (transformers renames some on save); the file's has precedence.
         given = (source[k] for source in (config, values) for k in keys if source.get(k) is not None)
         found = next(given, default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-            raise ModelError(f"model.path: {keys[0]} is {found!r} in config.json, not a whole number")
+        least = 0 if default == 0 else 1  # a model may have no experts
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            wanted = f"a whole number of at least {least}"
+            raise ModelError(f"model.path: {keys[0]} is {found!r} in config.json, not {wanted}")
         return found
 
     def flag(value: bool | str) -> bool:
         return bool(values.get(value)) if isinstance(value, str) else value
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    if not heads:
-        raise ModelError("model.path: num_attention_heads is 0 in config.json")
     latent = values.get("kv_lora_rank") is not None
     rope = size("qk_rope_head_dim") if latent else 0
     head_dim = rope + size("qk_nope_head_dim") if latent else size("head_dim", default=hidden // heads)

@@ -102,6 +102,10 @@ def test_tensor_names_are_distinct_and_sum_to_the_parameter_count() -> None:
         ({"model_type": "gemma2", "vocab_size": "many"}, "vocab_size is 'many'"),
         ({"model_type": "gemma2", "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"model_type": "gemma2", "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"model_type": "gemma2", "num_key_value_heads": 0}, "num_key_value_heads is 0 .* of at least 1"),
+        ({"model_type": "gemma2", "hidden_size": 0}, "hidden_size is 0"),
+        ({**REAL["Qwen3-30B-A3B"][0], "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({**REAL["Qwen3-30B-A3B"][0], "num_experts": -1}, "num_experts is -1 .* of at least 0"),
     ],
 )
 def test_inconsistent_configs_are_refused_in_one_line(config: dict[str, Any], message: str) -> None:
