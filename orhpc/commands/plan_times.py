@@ -41,7 +41,9 @@ def time_lines(
         yield f"  measured: {measured.where}"
     if (longest := times.longest(seen)) is not None:
         shorter = advice(run, times, longest, _can_start)
-        yield f"  longest: {longest}" + (f"; {shorter}" if shorter else "")
+        unknown = any(phase.seconds is None and phase.name not in seen for phase in times.phases)
+        of = " of what is known" if unknown else ""
+        yield f"  longest{of}: {longest}" + (f"; {shorter}" if shorter else "")
 
 
 def _head(times: StepTimes, card: FoundCard) -> str:

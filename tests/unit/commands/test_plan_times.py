@@ -225,6 +225,15 @@ def test_other_and_mixed_gpus_are_not_taken_for_known_ones(
     assert card_of(config, 48.0, given=False).name == "a100"
 
 
+def test_a_phase_that_is_not_predicted_may_be_the_longest(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = ["precision=fp8", "--device-memory", "139"]
+    told = shown(capsys, *words, *unknown)
+    assert "not predicted" in told["update"] and "longest:" not in told
+    assert told["longest"].startswith("longest of what is known: rollout")
+
+
 def test_each_group_of_data_parallel_attention_has_a_cache(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
