@@ -46,21 +46,27 @@ def measure(run: RunDir, config: Config) -> Measured:
     start of an attempt is known.
 
     Raises:
-        ConfigError: the run has too few undisturbed steps.
+        ConfigError: the run has too few undisturbed steps, or its log does not have their times.
     """
     events = read_events(run.events)
     ordinary = list(_ordinary_steps(events))
     if len(ordinary) < 2:
         raise ConfigError(f"{run.path}: has {len(ordinary)} undisturbed steps; at least two are needed")
-    checkpoints = [step["phases"].get("checkpoint", 0.0) for _, step in ordinary]
+    starts = list(_starts(run, events))
+    if not starts:
+        raise ConfigError(f"{run.path}: its events do not say when an attempt was ready")
+    phases = [step.get("phases", {}) for _, step in ordinary]
+    checkpoints = [phase.get("checkpoint", 0.0) for phase in phases]
     commits = sum(1 for event in events if event["event"] == "commit")
     interval = config.checkpoint.save_interval or config.train.steps
     found: dict[str, tuple[float, str]] = {
         "step_s": _median([s - c for (s, _), c in zip(ordinary, checkpoints, strict=True)], "step"),
-        "update_s": _median([step["phases"].get("update", 0.0) for _, step in ordinary], "step"),
+        "update_s": _median([phase.get("update", 0.0) for phase in phases], "step"),
         "commit_s": (statistics.mean(checkpoints) * interval, f"{commits} commits, mean"),
-        "start_s": _median(list(_starts(run, events)), "start"),
+        "start_s": _median(starts, "start"),
     }
+    if not found["step_s"][0]:
+        raise ConfigError(f"{run.path}: its steps took no time, by its events")
     found["notice_s"] = _or(_notices(run, config), "fault", (NOTICE_S, "assumed"))
     waits = list(_waits(run, events, drill=bool(config.faults.inject)))
     found["queue_s"] = _or(waits, "requeue", (QUEUE_S, "assumed"))
@@ -71,7 +77,7 @@ def measure(run: RunDir, config: Config) -> Measured:
         ("trainers_s", "trainers_restarted", "restart"),
         ("engine_s", "engines_restarted", "restart"),
     ):
-        seconds = [event["seconds"] for event in events if event["event"] == kind]
+        seconds = [event["seconds"] for event in events if event["event"] == kind and "seconds" in event]
         found[name] = _or(seconds, what, as_in_place)
     costs = Costs(interval=interval, **{name: value for name, (value, _) in found.items()})
     return Measured(costs, {name: source for name, (_, source) in found.items()})
@@ -107,7 +113,8 @@ def _starts(run: RunDir, events: Sequence[Event]) -> Iterator[float]:
         seen.add(event["attempt"])
         facts = run.attempt_metadata(event["attempt"])
         begun = [b for b in (facts.get("script_started"), facts.get("time")) if isinstance(b, (int, float))]
-        yield event["time"] - min(begun) if begun else event["seconds"]
+        if begun or "seconds" in event:
+            yield event["time"] - min(begun) if begun else event["seconds"]
 
 
 def _in_place(events: Sequence[Event]) -> Iterator[float]:

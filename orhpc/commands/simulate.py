@@ -30,6 +30,8 @@ _NODES = "8,64,512,4096"
 _TRIALS = 4
 _FAILURES = 2000
 """A simulation lasts at least as long as the user says, and until this many failures are expected."""
+_MOST_FAILURES = 100_000
+"""Failures of one simulation: about half a second, of which there are about 130 for a number of nodes."""
 _LEAST_GAIN = 0.005
 """Advice that gains a smaller share of the time is not given."""
 _INTERVALS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100, 150, 200)
@@ -98,13 +100,18 @@ def run_simulate(options: argparse.Namespace) -> int:
     measured = measure(run, config)
     for text in options.cost:
         measured = measured.with_cost(*parsed_cost(text))
+    if measured.costs.update_s > measured.costs.step_s:
+        raise ConfigError(
+            f"--cost: an update of {measured.costs.update_s:g} s is longer than a step of "
+            f"{measured.costs.step_s:g} s, of which it is a part; name both, such as step=60 and update=20"
+        )
+    scenario, numbers = _scenario(options, measured, config), nodes_of(options.nodes)
+    _refuse_too_many(scenario, max(numbers))
     print(f"costs of {run.path}")
     for line in cost_lines(measured):
         print(line)
     if options.check is not None:
         return check(measured.costs, existing_run(options.check))
-    scenario = _scenario(options, measured, config)
-    numbers = nodes_of(options.nodes)
     print(
         f"\n{options.failures:g} failures per 1,000 node-days, {scenario.node_share:.0%} of them take a "
         f"node; share of the time that trains, over {scenario.days:g} days or more:"
@@ -150,6 +157,8 @@ def _scenario(options: argparse.Namespace, measured: Measured, config: Config) -
     ):  # fmt: skip
         if not 0 <= value <= most:
             raise ConfigError(f"{name}: {value:g} is not between 0 and {most:g}")
+    if options.days == 0:
+        raise ConfigError("--days: a run of 0 days trains nothing")
     placement = config.placement
     engines = placement.rollout_devices / config.engine.tp
     rollout, train = placement.rollout_devices, placement.trainer_ranks
@@ -164,6 +173,16 @@ def _scenario(options: argparse.Namespace, measured: Measured, config: Config) -
         days=options.days,
         seed=options.seed,
     )
+
+
+def _refuse_too_many(scenario: Scenario, nodes: int) -> None:
+    """Raise ConfigError for failures whose simulation would take many minutes."""
+    expected = nodes * scenario.per_node_day * scenario.days
+    if expected > _MOST_FAILURES:
+        raise ConfigError(
+            f"--failures: {expected:.0f} failures of {nodes} nodes in {scenario.days:g} days are more than "
+            f"the {_MOST_FAILURES} that are simulated; lower --failures, --nodes or --days"
+        )
 
 
 def cost_lines(measured: Measured) -> Iterator[str]:

@@ -160,7 +160,32 @@ def test_a_run_without_a_fault_that_is_simulated_is_refused(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = whole(tmp_path)
-    for words in (["--node-share", "2"], ["--days", "-1"], ["--failures", "nan"], ["--spares", "-2"]):
+    for words in (
+        ["--node-share", "2"], ["--days", "-1"], ["--days", "0"], ["--failures", "nan"], ["--spares", "-2"],
+        ["--failures", "1e5", "--nodes", "8,100000"], ["--nodes", "0"], ["--cost", "step=3"],
+        ["--cost", "update=11"],
+    ):  # fmt: skip
         assert main(["simulate", str(story.run.path), *words]) == 2
-        assert words[0] in capsys.readouterr().err
+        told = capsys.readouterr()
+        assert words[0] in told.err and told.err.count("\n") == 1
+        assert told.out == ""
     assert main(["simulate", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ready", "after", "said"),
+    [(False, 10.0, "do not say when an attempt was ready"), (True, 0.0, "its steps took no time")],
+)
+def test_an_incomplete_log_is_refused_in_one_line(
+    ready: bool, after: float, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(tmp_path)
+    story.begin()
+    if ready:
+        story.ready(50.0, 0)
+    story.say("trainers_restarted")
+    for number in range(1, 5):
+        story.say("step", after, step=number)
+    assert main(["simulate", str(story.run.path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
