@@ -107,7 +107,7 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--every: {options.every} is not a positive number of steps")
     if options.random is None and (options.steps, options.seed) != (None, None):
         raise ConfigError("--steps and --seed belong to --random COUNT")
-    if options.within <= 0:
+    if not options.within > 0:  # nor NaN, with which nothing would be late
         raise ConfigError(f"--within: {options.within:g} is not a positive number of seconds")
 
 

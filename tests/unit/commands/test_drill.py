@@ -201,6 +201,12 @@ def test_a_drill_starts_nothing_while_faults_are_in_the_environment(
     assert "disk_full@3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("within", ["0", "-1", "nan"])
+def test_a_limit_that_is_no_time_is_refused(within: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drill", TINY, "--dry-run", "--within", within]) == 2
+    assert f"--within: {within} is not a positive number" in capsys.readouterr().err
+
+
 def test_random_faults_are_those_of_their_seed_and_in_steps_of_their_own() -> None:
     def drawn(seed: int, faults: str | None = None) -> Config:
         return load_config(
