@@ -138,30 +138,30 @@ def check_engines(run: RunPlan) -> None:
         )
     dense_tp = engine.extra.get("moe_dense_tp_size")  # SGLang takes 1, or what it divides everything over
 
-    def problem_with(tp: int) -> str | None:
-        return _engine_problem(run.shape, tp, engine.dp, engine.ep, quantized, 1 if dense_tp == 1 else tp)
+    def problem_with(tp: int, ep: int) -> str | None:
+        return _engine_problem(run.shape, tp, engine.dp, ep, quantized, 1 if dense_tp == 1 else tp)
 
-    if (problem := problem_with(engine.tp)) is None:
+    if (problem := problem_with(engine.tp, engine.ep)) is None:
         return
     per_node, devices = run.config.placement.devices_per_node, run.config.placement.rollout_devices
-    others = [
+    sizes = [
         tp
         for tp in range(1, devices + 1)
-        if devices % tp == 0
-        and (per_node % tp == 0 or tp % per_node == 0)
-        and tp % engine.dp == 0
-        and tp % engine.ep == 0
-        and problem_with(tp) is None
+        if devices % tp == 0 and (per_node % tp == 0 or tp % per_node == 0) and tp % engine.dp == 0
     ]
-    nearest = min(others, key=lambda tp: (abs(math.log(tp / engine.tp)), tp), default=None)
-    raise ConfigError(
-        f"engine: {problem}; "
-        + (
-            f"engine.tp={nearest} would do"
-            if nearest
-            else f"no engine.tp would do with ep={engine.ep}, dp={engine.dp}"
-        )
-    )
+    others = [
+        (tp, ep) for tp in sizes for ep in range(1, tp + 1) if tp % ep == 0 and problem_with(tp, ep) is None
+    ]
+
+    def distance(sizes: tuple[int, int]) -> tuple[bool, float, int]:
+        tp, ep = sizes
+        return ep != engine.ep, abs(math.log(tp / engine.tp)) + abs(math.log(ep / engine.ep)), tp
+
+    if not others:
+        raise ConfigError(f"engine: {problem}; no engine.tp would do with dp={engine.dp}")
+    tp, ep = min(others, key=distance)
+    also = "" if ep == engine.ep else f" with engine.ep={ep}"
+    raise ConfigError(f"engine: {problem}; engine.tp={tp}{also} would do")
 
 
 def _engine_problem(

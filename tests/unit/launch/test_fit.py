@@ -72,11 +72,16 @@ def test_suggested_sizes_are_accepted(name: str, precision: str, tmp_path: Path)
         try:
             fit.check_engines(run)
         except ConfigError as error:
-            if suggested := re.search(r"engine\.tp=(\d+) would do", str(error)):
-                better = plan_of(name, tmp_path, engine={"tp": int(suggested[1]), "ep": ep}, **settings)
-                fit.check_engines(better)
-            else:
-                assert "no engine.tp would do" in str(error)
+            suggested = re.search(r"engine\.tp=(\d+)(?: with engine\.ep=(\d+))? would do", str(error))
+            assert suggested is not None
+            sizes = {"tp": int(suggested[1]), "ep": int(suggested[2] or ep)}
+            fit.check_engines(plan_of(name, tmp_path, engine=sizes, **settings))
+
+
+def test_both_sizes_are_suggested_where_no_size_goes_with_the_experts_parallelism(tmp_path: Path) -> None:
+    six = {"placement": {"devices_per_node": 6}, "engine": {"tp": 6, "ep": 3}}
+    with pytest.raises(ConfigError, match=r"32 attention heads; engine\.tp=2 with engine\.ep=2 would do"):
+        fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, **six))
 
 
 def test_experts_must_be_divisible_and_fp8_blocks_must_stay_whole(tmp_path: Path) -> None:
