@@ -272,16 +272,31 @@ def _too_long(run: RunPlan, room: int) -> str:
     undivided = bool(not_built(run.shape) or undivided_attention(run.shape, longest))
     if run.layout.sharded and not undivided:
         ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
-    elif not undivided:
-        divided = run.layout.cp
-        while -(-longest // divided) > -(-low // run.layout.cp):
-            divided *= 2
-        ways.append(f"megatron.cp={divided}")
+    elif not undivided and (setting := _divided_more(run, room)):
+        ways.append(setting)
     others = f", or set {', or '.join(ways)}" if ways else ""
     return (
         f"a rollout of rollout.max_total_tokens={longest} does not fit even alone, one of {low} would: lower "
         f"it{others}"
     )
+
+
+def _divided_more(run: RunPlan, room: int) -> str:
+    """Return the smallest ``megatron.cp`` with which the longest rollout fits, and the ranks that it needs.
+
+    Empty: there is none.
+    """
+    per_node, layout = run.config.placement.devices_per_node, run.layout
+    while (layout := replace(layout, cp=2 * layout.cp)).cp <= MOST_RANKS:
+        whole = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep * layout.etp)
+        step = run.layout.ranks if run.layout.ranks % whole == 0 else math.lcm(whole, per_node)
+        layout = replace(layout, ranks=-(-run.layout.ranks // step) * step)
+        budget = run.config.train.max_tokens_per_gpu * layout.cp
+        demand = replace(run.demand, tokens=max(budget, run.config.rollout.max_total_tokens))
+        if trainer_memory(run.shape, layout, demand).total <= room:
+            more = "" if layout.ranks == run.layout.ranks else f" with {layout.ranks} trainer ranks"
+            return f"megatron.cp={layout.cp}{more}"
+    return ""
 
 
 def _recompute_more(run: RunPlan) -> str:

@@ -321,11 +321,12 @@ def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does
 ) -> None:
     """A lower token budget would not help it: a rollout is never divided over micro-batches."""
 
-    def plan(longest: int, cp: int = 1) -> RunPlan:
+    def plan(longest: int, cp: int = 1, ranks: int = 4) -> RunPlan:
         return plan_of(
             "Qwen2.5-7B",
             tmp_path,
             79.6,
+            placement={"nodes": ranks // 4},
             rollout={"max_total_tokens": longest, "max_response_tokens": 100},
             train={"backend": backend, "max_tokens_per_gpu": 1024},
             megatron={"cp": cp, "tp": 4 if backend == "megatron" else 1},
@@ -342,7 +343,11 @@ def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does
     room = (run.device_bytes or 0) - run_plan.reserved_bytes(run.config)
     assert run.trainer.total <= room < plan(longest + 100).trainer.total
     if backend == "megatron":
-        cp = int(text.rpartition("megatron.cp=")[2])
-        assert -(-2_000_000 // cp) <= longest < -(-2_000_000 // (cp // 2))
+        named = re.search(r"megatron\.cp=(\d+) with (\d+) trainer ranks", text)
+        assert named is not None, text
+        cp, ranks = map(int, named.groups())
+        assert ranks == 4 * cp
+        fit.check_fit(plan(2_000_000, cp, ranks))
+        assert plan(2_000_000, cp // 2, ranks).trainer.total > room
     else:
         assert "megatron.cp" in text
