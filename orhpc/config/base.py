@@ -42,6 +42,13 @@ Seconds = Annotated[float, Number, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+def nearest(wanted: int, possible: Sequence[int]) -> str:
+    """Return the possible numbers next to ``wanted``, the smaller one first, for a message: ``2 or 4``."""
+    found = [max((n for n in possible if n <= wanted), default=None)]
+    found.append(min((n for n in possible if n >= wanted), default=None))
+    return " or ".join(str(n) for n in dict.fromkeys(found) if n is not None)
+
+
 def one_of_or_function(value: str, names: Sequence[str]) -> str:
     """Return a setting that is one of ``names`` or ``package.module:function``; else raise ValueError."""
     module, colon, function = value.partition(":")

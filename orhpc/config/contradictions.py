@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orhpc.config.base import nearest
 from orhpc.config.faults import fault_problems
 from orhpc.config.megatron import MegatronSettings
 from orhpc.config.precision import precision_problems
@@ -58,12 +59,13 @@ def _engine_problems(c: Config) -> list[str]:
     if c.placement.rollout_devices % c.engine.tp:
         problems.append(
             f"engine.tp: {c.placement.rollout_devices} devices cannot be divided into engines "
-            f"of {c.engine.tp}"
+            f"of {c.engine.tp}, but of {nearest(c.engine.tp, c.placement.engine_sizes)}"
         )
     if c.placement.shared_devices % c.engine.tp:
         problems.append(
             f"engine.tp: an engine of {c.engine.tp} would be only partly on the {c.placement.shared_devices} "
-            "devices that are shared with trainers"
+            f"devices that are shared with trainers; one of {nearest(c.engine.tp, c.placement.engine_sizes)} "
+            "would not"
         )
     if c.engine.sync == "ipc" and c.placement.shared_devices < c.placement.rollout_devices:
         problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")

@@ -11,11 +11,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from orhpc.config.base import Fraction, Positive, Section
+from orhpc.config.base import Fraction, Positive, Section, nearest
 
 LARGEST_BETA2 = 0.992
 """Largest ``adam_beta2`` for moments in bfloat16, whose relative spacing is up to 2**-7: a moment that decays
 by less in a step may be rounded back to its old value."""
+
+
+def _next_to(size: int, ranks: int) -> str:
+    """The divisors of ``ranks`` next to a size that does not divide them, for a message."""
+    return nearest(size, [n for n in range(1, ranks + 1) if ranks % n == 0])
 
 
 class MegatronSettings(Section):
@@ -77,13 +82,13 @@ class MegatronSettings(Section):
         if ranks % self.ranks_per_copy:
             found.append(
                 f"megatron: tp x cp x pp = {self.tp} x {self.cp} x {self.pp} = {self.ranks_per_copy} "
-                f"does not divide {ranks} trainer ranks"
+                f"does not divide {ranks} trainer ranks; {_next_to(self.ranks_per_copy, ranks)} would"
             )
         expert = self.pp * self.ep * self.etp
         if ranks % expert:
             found.append(
                 f"megatron: pp x ep x etp = {self.pp} x {self.ep} x {self.etp} = {expert} "
-                f"does not divide {ranks} trainer ranks"
+                f"does not divide {ranks} trainer ranks; {_next_to(expert, ranks)} would"
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")

@@ -56,6 +56,21 @@ class PlacementSettings(Section):
         """Number of devices that engines and trainers use alternately."""
         return self.trainer_ranks + self.rollout_devices - self.devices
 
+    @property
+    def engine_sizes(self) -> list[int]:
+        """Devices of an engine into which those for engines can be divided: inside a node, or whole nodes.
+
+        No engine may be only partly on devices that trainers use too.
+        """
+        per_node, dedicated = self.devices_per_node, self.devices - self.rollout_devices
+        return [
+            size
+            for size in range(1, self.rollout_devices + 1)
+            if self.rollout_devices % size == 0
+            and self.shared_devices % size == 0
+            and (per_node % size == 0 if size < per_node else size % per_node + dedicated % per_node == 0)
+        ]
+
     @model_validator(mode="after")
     def _devices_add_up(self) -> Self:
         if self.mode == "colocated":

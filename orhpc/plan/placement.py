@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from orhpc.config import Config
+from orhpc.config.base import nearest
 from orhpc.errors import ConfigError
 from orhpc.plan.workers import workers_per_node
 
@@ -154,7 +155,10 @@ def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
     first = p.devices - p.rollout_devices
     tp = config.engine.tp
     if engine_devices and (per_node % tp if tp < per_node else tp % per_node or first % per_node):
-        raise ConfigError(f"engine.tp: engines of {tp} GPUs do not divide a node's {per_node} devices")
+        raise ConfigError(
+            f"engine.tp: engines of {tp} GPUs do not divide a node's {per_node} devices, but of "
+            f"{nearest(tp, p.engine_sizes)}"
+        )
     engines: list[EnginePlace] = []
     for index in range(engine_devices // tp):
         slots = range(first + index * tp, first + (index + 1) * tp)

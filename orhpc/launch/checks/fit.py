@@ -252,7 +252,8 @@ def _ways_out(run: RunPlan, room: int) -> str:
         return more_ranks
     if "trainer ranks " in more_ranks:
         return f"{too_long}; or {more_ranks}"
-    return f"no number of ranks helps: {too_long}"
+    same = "" if run.layout.sharded else f" with megatron.cp={run.layout.cp}"
+    return f"no number of ranks helps{same}: {too_long}"
 
 
 def _too_long(run: RunPlan, room: int) -> str:

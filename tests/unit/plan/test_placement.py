@@ -7,8 +7,11 @@ import socket
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from orhpc.config import Config
+from orhpc.config.base import nearest
+from orhpc.config.placement import PlacementSettings
 from orhpc.errors import ConfigError
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.process.ports import LOWEST, free_ports, hold_port, is_free
@@ -97,3 +100,37 @@ def test_a_reserved_port_cannot_be_bound_until_it_is_released() -> None:
             other.bind(("127.0.0.1", port))
     held.close()
     assert is_free("127.0.0.1", port)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 8), st.integers(1, 24), st.integers(1, 24), st.integers(1, 24))
+def test_the_sizes_of_engines_that_are_suggested_can_be_placed(
+    nodes: int, per_node: int, trainers: int, engines: int, tp: int
+) -> None:
+    """And no others; the message about another one names those next to it."""
+    place: dict[str, object] = {"nodes": nodes, "devices_per_node": per_node, "mode": "mixed"}
+    place |= {"trainer_devices": trainers, "engine_devices": engines}
+    try:
+        sizes = PlacementSettings.model_validate(place).engine_sizes
+    except ValidationError:
+        return
+    try:
+        plan(config_of(place, tp), nodes_of(nodes))
+    except (ConfigError, ValidationError) as error:
+        assert tp not in sizes
+        assert nearest(tp, sizes) in str(error)
+    else:
+        assert tp in sizes
+
+
+def test_numbers_next_to_another_are_named_once() -> None:
+    assert nearest(4, [1, 3, 6]) == "3 or 6"
+    assert nearest(7, [1, 3, 6]) == "6"
+    assert nearest(3, [1, 3, 6]) == "3"
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"ep": 2}])
+def test_sizes_that_divide_the_trainer_ranks_are_named(sizes: dict[str, int]) -> None:
+    seven = {"placement": {"devices_per_node": 7}, "environments": {"e": {"serve": "letters"}}}
+    with pytest.raises(ValidationError, match="= 2 does not divide 7 trainer ranks; 1 or 7 would"):
+        Config.model_validate(seven | {"train": {"backend": "megatron"}, "megatron": sizes})
