@@ -7,11 +7,31 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+"""Keys of a config from which SGLang reads the longest context, the first that is set."""
+
 
 def read_text_config(folder: Path) -> Mapping[str, Any]:
     """Return the language model's part of a folder's ``config.json``, which is a valid one."""
     whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return whole.get("text_config") or whole
+
+
+def context_of(text: Mapping[str, Any]) -> int | None:
+    """Return the longest context with which SGLang serves a model; null: its config has no length.
+
+    As ``get_context_length`` in SGLang 0.5's ``srt/utils/hf_transformers``: a factor counts unless the config
+    also has the original length, and not for llama3.
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    factor = 1
+    if isinstance(rope, Mapping) and "original_max_position_embeddings" not in rope:
+        factor = 1 if rope.get("rope_type") == "llama3" else rope.get("factor") or 1
+    lengths = (text.get(key) for key in _LENGTHS)
+    length = next((length for length in lengths if length is not None), None)
+    if not isinstance(length, (int, float)) or not isinstance(factor, (int, float)):
+        return None
+    return int(factor * length)
 
 
 def rotary_kinds(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

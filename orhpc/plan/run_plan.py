@@ -14,6 +14,7 @@ from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.models import HfTensor, ModelShape, read_shape
 from orhpc.models.folders import find_model, stored_elements
+from orhpc.models.rotary import context_of, read_text_config
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.limits import check_model
 from orhpc.plan.memory import (
@@ -53,6 +54,9 @@ class RunPlan:
     placement: Placement
     draft_parameters: int | None = 0
     """Parameters of a separate draft model, which engines hold too; null: its folder is not here."""
+
+    context: int | None = None
+    """Longest context with which SGLang serves the model; null: not known."""
 
     @property
     def engine_weights(self) -> int:
@@ -154,6 +158,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         device_bytes=device_bytes,
         placement=plan(config, nodes),
         draft_parameters=_draft_parameters(config),
+        context=context_of(read_text_config(folder)),
     )
 
 

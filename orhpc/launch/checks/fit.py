@@ -7,6 +7,7 @@ the arithmetic and the nearest setting that would work.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -41,6 +42,8 @@ KNOWN_DEVICES = {
 }
 """Device memory in GiB as reported by nvidia-smi, by the GPU's name in SLURM's GRES types."""
 LARGEST_GIB = KNOWN_DEVICES["h200"]
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""Environment variable with which SGLang accepts longer contexts than a model's config has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ def check_engines(run: RunPlan) -> None:
     if not run.placement.engines or run.config.engine.backend != "sglang":
         return
     engine, quantized = run.config.engine, run.config.precision != "bf16"
+    _check_context(run)
     if engine.sync_own_experts and run.shape.family.fused_experts:
         raise ConfigError(
             f"engine.sync_own_experts: checkpoints of {run.shape.family.name} have one tensor for all "
@@ -162,6 +166,22 @@ def check_engines(run: RunPlan) -> None:
     tp, ep = min(others, key=distance)
     also = "" if ep == engine.ep else f" with engine.ep={ep}"
     raise ConfigError(f"engine: {problem}; engine.tp={tp}{also} would do")
+
+
+def _check_context(run: RunPlan) -> None:
+    """Raise ConfigError for contexts with which SGLang does not start, unless its own options allow them."""
+    engine = run.config.engine
+    longest = engine.context_length or run.config.rollout.max_total_tokens
+    overridden = os.environ.get(_LONGER_CONTEXT, "").lower() in ("1", "true")
+    overridden = overridden or engine.option("json_model_override_args") is not None
+    if run.context is None or longest <= run.context or overridden:
+        return
+    setting = "engine.context_length" if engine.context_length else "rollout.max_total_tokens"
+    raise ConfigError(
+        f"{setting}: SGLang serves at most {run.context} tokens of this model (max_position_embeddings in "
+        f"its config.json), not {longest}: lower it, or set rope_scaling and the length there as "
+        f"the model's page says; {_LONGER_CONTEXT}=1 goes beyond what the model was made for"
+    )
 
 
 def _engine_problem(

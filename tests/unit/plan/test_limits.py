@@ -81,3 +81,40 @@ def test_what_cannot_be_divided_over_ranks_is_not_suggested_to_be(backend: str, 
     with pytest.raises(ConfigError, match=r"one of \d+ would: lower it") as caught:
         fit.check_fit(make_plan(config, 139.8))
     assert "megatron.cp" not in str(caught.value)
+
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "context"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 40960}, 40960),
+        ({"max_position_embeddings": 131072, "rope_scaling": _LLAMA3}, 131072),
+        ({"max_position_embeddings": 32768, "rope_scaling": _YARN}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": _YARN | {"original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+    ],
+)
+def test_contexts_with_which_sglang_does_not_start_are_refused(
+    content: dict[str, Any], context: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lengths are those of ``get_context_length`` in SGLang 0.5."""
+    whole = {**REAL["Llama-3.1-8B"][0], **content}
+    fit.check_engines(make_plan(config_of(tmp_path, whole, context or 1_000_000), 80))
+    if context is None:
+        return
+    run = make_plan(config_of(tmp_path, whole, context + 1), 80)
+    with pytest.raises(
+        ConfigError, match=f"max_total_tokens: SGLang serves at most {context} .* not {context + 1}"
+    ):
+        fit.check_engines(run)
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "true")
+    fit.check_engines(run)
