@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orhpc.config import Config
+from orhpc.config.engine import SYNC_BUCKETS, EngineSettings
 from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.models import HfTensor, ModelShape, read_shape
 from orhpc.models.folders import find_model, stored_elements
@@ -220,7 +221,15 @@ def candidate_layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> 
 
 def sync_bytes(run: RunPlan) -> int:
     """Memory of a shared device during weight sync: both sides' weights and the optimizer, no gradients."""
-    return run.trainer.kept + run.engine_weights + reserved_bytes(run.config)
+    return run.trainer.kept + run.engine_weights + large_buckets(run) + reserved_bytes(run.config)
+
+
+def large_buckets(run: RunPlan) -> int:
+    """Device memory of a rank for the buckets of a weight sync, beyond those of the default size."""
+    whole = run.shape.parameters * ELEMENT_BYTES[run.config.model.dtype]
+    each = min(run.config.engine.sync_bucket_mb << 20, whole)
+    default = int(EngineSettings.model_fields["sync_bucket_mb"].default) << 20
+    return SYNC_BUCKETS * max(0, each - default)
 
 
 def host_parts(run: RunPlan) -> dict[str, int]:

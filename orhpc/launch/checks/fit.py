@@ -27,6 +27,7 @@ from orhpc.plan.run_plan import (
     RunPlan,
     candidate_layouts,
     gib,
+    large_buckets,
     make_plan,
     sync_bytes,
 )
@@ -249,10 +250,13 @@ def check_fit(run: RunPlan) -> None:
     if not run.placement.engines:
         return
     if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
+        large = large_buckets(run)
+        buckets = f" and {gib(large)} GiB more of buckets" if large else ""
+        less = "lower engine.sync_bucket_mb, " if large else ""
         raise ConfigError(
             f"placement: during weight sync, a shared device holds {gib(run.trainer.kept)} GiB of the "
-            f"trainer's and {gib(run.engine_weights)} GiB of the engine's, {gib(both)} with "
-            f"{gib(reserved)} reserved, and has {gib(run.device_bytes)} GiB; raise engine.tp, or "
+            f"trainer's and {gib(run.engine_weights)} GiB of the engine's{buckets}, {gib(both)} with "
+            f"{gib(reserved)} reserved, and has {gib(run.device_bytes)} GiB; {less}raise engine.tp, or "
             "train on more devices"
         )
     tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens

@@ -170,6 +170,22 @@ def test_attention_and_embedding_are_whole_on_every_rank_with_data_parallel_atte
     assert run.engine_weights == 2 * (shape.parameters - divided + divided // 4)
 
 
+def test_large_buckets_of_a_weight_sync_are_counted(tmp_path: Path) -> None:
+    """A trainer rank holds two on its device; those of the default size are in what is reserved."""
+    place = {"placement": {"devices_per_node": 1}}
+    run = plan_of("Qwen3-1.7B", tmp_path, **place)
+    for size, more in ((512, 0), (1536, 2), (1 << 20, 2 * (2 * run.shape.parameters / 2**30 - 0.5))):
+        other = plan_of("Qwen3-1.7B", tmp_path, engine={"sync_bucket_mb": size}, **place)
+        assert run_plan.sync_bytes(other) - run_plan.sync_bytes(run) == pytest.approx(more * 2**30, abs=2)
+    experts = {"train": {"backend": "megatron"}, "megatron": {"tp": 4, "ep": 4}}
+    fit.check_fit(plan_of("Qwen3-30B-A3B", tmp_path, 175.0, **experts))
+    large = plan_of("Qwen3-30B-A3B", tmp_path, 175.0, engine={"sync_bucket_mb": 8192}, **experts)
+    with pytest.raises(
+        ConfigError, match=r"15\.00 GiB more of buckets.*; lower engine\.sync_bucket_mb, raise"
+    ):
+        fit.check_fit(large)
+
+
 def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -> None:
     own = plan_of("Qwen3-8B", tmp_path, engine={"extra": {"mem-fraction-static": 0.5}})
     ours = plan_of("Qwen3-8B", tmp_path, engine={"memory_fraction": 0.5})
