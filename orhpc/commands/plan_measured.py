@@ -28,7 +28,7 @@ _ROLLOUT = (
 )  # fmt: skip
 _TRAIN = (
     "backend", "global_batch_size", "max_tokens_per_gpu", "micro_batch_size", "dynamic_batch",
-    "gradient_checkpointing", "routing_replay",
+    "gradient_checkpointing", "routing_replay", "logprob_chunk_tokens", "freeze_vision", "deterministic",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def _of_run(run: RunDir, config: Config) -> MeasuredTimes | None:
     if not run.config.is_file() or not _alike(load_config(run.config), config):
         return None
     steps = [step for _, step in sorted(steps_of(read_events(run.events)).items())][_WARM:]
-    steps = [step for step in steps if {"rollout", "update"} <= step["phases"].keys()]
+    steps = [step for step in steps if {"rollout", "update"} <= step.get("phases", {}).keys()]
     if not steps:
         return None
     names = ("rollout", "update", "record", "sync")
@@ -70,7 +70,7 @@ def _of_run(run: RunDir, config: Config) -> MeasuredTimes | None:
     return MeasuredTimes(
         where=f"{run.path}, median of steps {steps[0]['step']} to {steps[-1]['step']}",
         phases={name: value for name, value in phases.items() if value is not None},
-        step=_median(step["seconds"] for step in steps),
+        step=_median(step.get("seconds") for step in steps),
         work=_work(steps),
     )
 
@@ -118,4 +118,7 @@ def _timed(config: Config) -> dict[str, Any]:
         "placement": placement,
         "rollout": {name: tree["rollout"][name] for name in _ROLLOUT},
         "train": {name: tree["train"][name] for name in _TRAIN},
+        "reference": config.algorithm.needs_reference,
+        "critic": config.algorithm.has_critic,
+        "old_logprobs": config.algorithm.old_logprobs,
     }

@@ -154,6 +154,13 @@ def test_only_runs_of_the_same_settings_count(words: list[str]) -> None:
     assert measured_times(config_of(words, "megatron.tp=1")) is None
     assert measured_times(config_of(words, "rollout.max_response_tokens=100")) is None
     assert measured_times(config_of(words, "run.name=other")) is None
+    for slower in ("algorithm.use_kl_loss=true", "algorithm.advantage=ppo", "train.deterministic=true"):
+        assert measured_times(config_of(words, slower)) is None
+
+
+def test_a_log_with_incomplete_steps_is_not_used(words: list[str]) -> None:
+    record(words, events=[("step", {"step": n}) for n in range(1, 5)])
+    assert measured_times(config_of(words)) is None
 
 
 def test_a_run_s_first_steps_do_not_count(words: list[str]) -> None:
