@@ -152,6 +152,9 @@ def _unknown_rollout(run: RunPlan) -> str:
         "speculative decoding was not measured": engine.drafts_with_weights or engine.speculative is not None,
         "batch-invariant kernels were not measured": engine.deterministic,
         "rollouts with images were not measured": bool(run.shape.vision),
+        "the KV cache has no room for a rollout of full length": (
+            run.rollouts_at_once(run.config.rollout.max_total_tokens) == 0
+        ),
     }
     return next((problem for problem, there in problems.items() if there), "")
 

@@ -241,6 +241,17 @@ def test_a_phase_that_is_not_predicted_may_be_the_longest(
     assert told["longest"].startswith("longest of what is known: rollout")
 
 
+def test_no_time_is_predicted_of_engines_that_cannot_hold_a_rollout(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, "--device-memory", "139", "engine.memory_fraction=0.2"]) == EXIT_CONFIG
+    told = capsys.readouterr()
+    assert (
+        "rollout        -  not predicted: the KV cache has no room for a rollout of full length" in told.out
+    )
+    assert "leaves 0 tokens of KV cache" in told.err
+
+
 def test_each_group_of_data_parallel_attention_has_a_cache(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
