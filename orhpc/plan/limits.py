@@ -48,6 +48,10 @@ def _check_megatron(config: Config, shape: ModelShape) -> None:
     longest = config.rollout.max_total_tokens
     if config.megatron.cp > 1 and (problem := undivided_attention(shape, longest)):
         raise ConfigError(f"megatron.cp: attention {problem}; set it to 1, not {config.megatron.cp}")
+    if config.train.gradient_checkpointing and config.megatron.recompute == "selective":
+        lacking = {"moe_act": shape.experts == 0, "mla_up_proj": shape.kv_rank is None}
+        if wrong := [name for name in config.megatron.recompute_modules if lacking.get(name)]:
+            raise ConfigError(f"megatron.recompute_modules: the model has no {wrong[0]}; remove it")
     if config.megatron.overlap_moe_expert_parallel_comm and not shape.layers[-1].experts:
         raise ConfigError(
             "megatron.overlap_moe_expert_parallel_comm: the model's last layer has no experts; set it to "
