@@ -18,6 +18,10 @@ LARGEST_BETA2 = 0.992
 by less in a step may be rounded back to its old value."""
 
 
+RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Modules that megatron-core 0.19 can recompute."""
+
+
 def _next_to(size: int, ranks: int) -> str:
     """The divisors of ``ranks`` next to a size that does not divide them, for a message."""
     return nearest(size, [n for n in range(1, ranks + 1) if ranks % n == 0])
@@ -92,6 +96,8 @@ class MegatronSettings(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")
+        if unknown := [name for name in self.recompute_modules if name not in RECOMPUTABLE]:
+            found.append(f"megatron.recompute_modules: {unknown[0]!r} is none of {', '.join(RECOMPUTABLE)}")
         if self.recompute_layers is not None and (self.recompute != "full" or self.vpp > 1):
             other = "megatron.vpp > 1" if self.vpp > 1 else f"megatron.recompute: {self.recompute}"
             found.append(f"megatron.recompute_layers: not with {other}")

@@ -11,9 +11,14 @@ _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_lengt
 """Keys of a config from which SGLang reads the longest context, the first that is set."""
 
 
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return a folder's ``config.json``, which is a valid one."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
 def read_text_config(folder: Path) -> Mapping[str, Any]:
     """Return the language model's part of a folder's ``config.json``, which is a valid one."""
-    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    whole = read_config(folder)
     return whole.get("text_config") or whole
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.errors import ConfigError
 from orhpc.models import ModelShape
-from orhpc.models.rotary import changing_positions, read_text_config
+from orhpc.models.rotary import changing_positions, read_config, read_text_config
 
 
 def check_model(config: Config, shape: ModelShape, folder: Path) -> None:
@@ -21,6 +21,17 @@ def check_model(config: Config, shape: ModelShape, folder: Path) -> None:
     if config.train.backend == "megatron":
         _check_megatron(config, shape)
     _check_positions(config, folder)
+    _check_weights(config, folder)
+    served = config.engine.backend == "sglang" and config.train.replay_rollouts is None
+    if served and shape.family.sglang_ignores_dense_layers and read_config(folder).get("mlp_only_layers"):
+        raise ConfigError(
+            f"model.path: {config.model.path} has dense layers (mlp_only_layers), which SGLang loads as "
+            "sparse layers"
+        )
+    for setting in ("rollout.record_routes", "train.routing_replay"):
+        section, _, name = setting.partition(".")
+        if not shape.experts and getattr(getattr(config, section), name):
+            raise ConfigError(f"{setting}: the model is dense, it has no expert routes; set it to false")
 
 
 def not_built(shape: ModelShape) -> str:
@@ -48,6 +59,10 @@ def _check_megatron(config: Config, shape: ModelShape) -> None:
     longest = config.rollout.max_total_tokens
     if config.megatron.cp > 1 and (problem := undivided_attention(shape, longest)):
         raise ConfigError(f"megatron.cp: attention {problem}; set it to 1, not {config.megatron.cp}")
+    if config.train.gradient_checkpointing and config.megatron.recompute == "selective":
+        lacking = {"moe_act": shape.experts == 0, "mla_up_proj": shape.kv_rank is None}
+        if wrong := [name for name in config.megatron.recompute_modules if lacking.get(name)]:
+            raise ConfigError(f"megatron.recompute_modules: the model has no {wrong[0]}; remove it")
     if config.megatron.overlap_moe_expert_parallel_comm and not shape.layers[-1].experts:
         raise ConfigError(
             "megatron.overlap_moe_expert_parallel_comm: the model's last layer has no experts; set it to "
@@ -71,3 +86,21 @@ def _check_positions(config: Config, folder: Path) -> None:
             "change with the longest sequence of a batch, which a trainer that packs samples cannot follow; "
             f"set it to {constant} or less, not {longest}"
         )
+
+
+def _check_weights(config: Config, folder: Path) -> None:
+    """Raise ConfigError for quantized weights that the trainer cannot read."""
+    about = read_config(folder).get("quantization_config") or read_text_config(folder).get(
+        "quantization_config"
+    )
+    if not isinstance(about, dict):
+        return
+    method = about.get("quant_method")
+    in_blocks = method == "fp8" and about.get("weight_block_size") is not None
+    if config.train.backend == "megatron" and in_blocks:
+        return
+    other = ", or set train.backend to megatron, which reads these" if in_blocks else ""
+    raise ConfigError(
+        f"model.path: {config.model.path} holds quantized weights ({method}), which cannot be trained; name "
+        f"the folder or the hub name of the unquantized model{other}"
+    )

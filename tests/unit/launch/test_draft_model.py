@@ -71,7 +71,7 @@ def test_the_size_of_a_draft_model_is_that_of_its_weights(
     """Its files may lack what it shares with the policy, and its family may be unknown here."""
     own, draft = write_model_folder(tmp_path / "own", TINY["llama"]), tmp_path / "draft"
     draft.mkdir()
-    (draft / "config.json").write_text('{"model_type": "nobodys"}')
+    (draft / "config.json").write_text('{"model_type": "unknown"}')
     words = [
         f"model.path={own}", "engine.extra.speculative_algorithm=EAGLE3",
         f"engine.extra.speculative_draft_model_path={draft}",

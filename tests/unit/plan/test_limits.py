@@ -27,7 +27,16 @@ def config_of(folder: Path, content: dict[str, Any], longest: int, **sections: A
 
 _DYNAMIC = {"max_position_embeddings": 8192, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
 _LONGROPE = {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+_ROUTES = {"record_routes": True, "max_total_tokens": 4096, "max_response_tokens": 1024}
+_AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 _MEGATRON = {"train": {"backend": "megatron"}}
+
+
+def _recomputing(module: str) -> dict[str, Any]:
+    return {**_MEGATRON, "megatron": {"recompute": "selective", "recompute_modules": [module]}}
+
+
 _LLAMA4 = {"model_type": "llama4_text"}
 _WINDOWED = {**REAL["Llama-3.1-8B"][0], "model_type": "mistral", "sliding_window": 4096}
 
@@ -56,6 +65,17 @@ _WINDOWED = {**REAL["Llama-3.1-8B"][0], "model_type": "mistral", "sliding_window
             _MEGATRON,
             "cannot build deepseek_v32",
         ),
+        ({}, 4096, _recomputing("moe_act"), "recompute_modules: the model has no moe_act; remove it"),
+        ({}, 4096, _recomputing("mla_up_proj"), "recompute_modules: the model has no mla_up_proj"),
+        ({}, 4096, _recomputing("mlp"), ""),
+        (REAL["Qwen3-30B-A3B"][0], 4096, _recomputing("moe_act"), ""),
+        ({}, 4096, {"rollout": _ROUTES}, "record_routes: the model is dense, .*; set it to false"),
+        (REAL["Qwen3-30B-A3B"][0], 4096, {"rollout": _ROUTES}, ""),
+        ({**REAL["Qwen3-30B-A3B"][0], "mlp_only_layers": [1]}, 4096, {}, "has dense layers"),
+        (_AWQ, 4096, {}, r"holds quantized weights \(awq\), .* of the unquantized model$"),
+        (_AWQ, 4096, _MEGATRON, "holds quantized weights"),
+        (_BLOCKS, 4096, {}, "unquantized model, or set train.backend to megatron"),
+        (_BLOCKS, 4096, _MEGATRON, ""),
         (_DYNAMIC, 8193, {}, r"max_total_tokens: beyond 8192 tokens .*\(dynamic\).*; set it to 8192 or less"),
         (_DYNAMIC, 8192, {}, ""),
         (_DYNAMIC, 4096, _MEGATRON, "cannot compute rotary positions of kind dynamic.*; set it to fsdp"),

@@ -104,6 +104,19 @@ def test_modules_spare_no_more_than_a_layer_keeps(shape: ModelShape) -> None:
                 assert 0 <= recomputed(shape, index, 2, modules) < kept
 
 
+def test_a_module_that_cannot_be_recomputed_is_refused() -> None:
+    with pytest.raises(
+        ValidationError, match="recompute_modules: 'core_atn' is none of core_attn, layernorm"
+    ):
+        Config.model_validate(
+            {
+                "environments": {"none": {"url": "http://127.0.0.1:9"}},
+                "train": {"backend": "megatron"},
+                "megatron": {"recompute": "selective", "recompute_modules": ["core_atn"]},
+            }
+        )
+
+
 @pytest.mark.parametrize("other", [{"recompute": "selective"}, {"recompute": "auto"}, {"pp": 2, "vpp": 2}])
 def test_layers_are_chosen_only_of_stages_that_recompute_whole_layers(other: dict[str, Any]) -> None:
     raw = config_of("full").model_dump(mode="json")
