@@ -171,6 +171,8 @@ def _outside(run: RunPlan) -> list[str]:
     aspects = {
         f"{config.placement.nodes} nodes": config.placement.nodes > 1,
         "more than four GPUs": config.placement.nodes == 1 and config.placement.devices > 4,
+        "FSDP on several GPUs": layout.sharded and layout.ranks > 1,
+        "FP8 updates": config.precision == "fp8",
         "pipelines": layout.pp > 1,
         "context parallelism": layout.cp > 1,
         f"trainer TP {layout.tp}": layout.tp > 2,

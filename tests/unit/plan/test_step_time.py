@@ -193,6 +193,20 @@ def test_deepseek_on_64_engines(tmp_path: Path) -> None:
     assert {"160 nodes", "pipelines", "trainer TP 8", "engine TP 16"} <= set(times.outside)
 
 
+@pytest.mark.parametrize(
+    ("settings", "aspect"),
+    [
+        (["placement.devices_per_node=2"], "FSDP on several GPUs"),
+        (["train.backend=megatron", "precision=fp8"], "FP8 updates"),
+    ],
+)
+def test_settings_that_no_row_has_are_named(tmp_path: Path, settings: list[str], aspect: str) -> None:
+    run = plan(tmp_path, "Qwen3-1.7B", "qwen3-1.7b.yaml", *settings, gib=139.8)
+    assert aspect in predict(run, "h200", assumed_workload(run.config)).outside
+    alone = plan(tmp_path, "Qwen3-1.7B", "qwen3-1.7b.yaml", "placement.devices_per_node=1", gib=139.8)
+    assert aspect not in predict(alone, "h200", assumed_workload(alone.config)).outside
+
+
 def test_own_experts_of_equal_blocks_leave_no_device(tmp_path: Path) -> None:
     """Each of four ranks sends a quarter of the experts, which it holds, and the rest of the model."""
     blocks = (*OF_FOUR, "engine.sync_own_experts=true")
