@@ -132,9 +132,10 @@ class TrainSettings(Section):
     """Recompute activations in the backward pass: less memory, more compute."""
     compile: bool | None = None
     """Compile the decoder layers with ``torch.compile`` (FSDP only), which fuses norms, rotary positions and
-    activation functions. The first update takes a minute longer; later attempts reuse the compiled code.
-    Null: on GPUs in half precision, unless ``deterministic``. Mixtures of experts, models that see images and
-    models with code of their own (``model.trust_remote_code``) are never compiled; the log says so."""
+    activation functions. The first start and update take about 25 s longer; later attempts reuse the compiled
+    code. Null: on GPUs in half precision, unless ``deterministic``. Mixtures of experts, models that see
+    images and models with their own code (``model.trust_remote_code``) are never compiled; the log says
+    so."""
     freeze_vision: bool = False
     """Do not train the vision tower of a model that sees images; the decoder is trained in any case."""
     routing_replay: bool = False
