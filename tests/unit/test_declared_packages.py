@@ -9,8 +9,11 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COMES_WITH = {"pydantic_core": "pydantic", "triton": "torch", "yarl": "aiohttp"}
-"""Modules whose types are in the interface of another package, which requires them."""
+COMES_WITH = {
+    "pydantic_core": "pydantic", "transformer_engine_torch": "transformer_engine", "triton": "torch",
+    "yarl": "aiohttp",
+}  # fmt: skip
+"""Modules that are in the interface of another package, which requires them."""
 
 
 def imported_modules() -> set[str]:
@@ -34,5 +37,5 @@ def test_every_imported_package_is_required() -> None:
     modules = imported_modules()
     assert {"ray", "torch", "openreward"} <= modules
     known = packages_distributions()
-    packages = {module: known.get(COMES_WITH.get(module, module), [module]) for module in modules}
+    packages = {m: known.get(COMES_WITH.get(m, m), [COMES_WITH.get(m, m)]) for m in modules}
     assert {m: names for m, names in packages.items() if required.isdisjoint(map(normal, names))} == {}

@@ -235,7 +235,8 @@ def test_other_and_mixed_gpus_are_not_taken_for_known_ones(
 def test_a_phase_that_is_not_predicted_may_be_the_longest(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unknown = ["precision=fp8", "--device-memory", "139"]
+    nodes = ["placement.nodes=4", "placement.devices_per_node=8", "megatron.ep=8"]
+    unknown = ["algorithm.advantage=ppo", *nodes, "--device-memory", "139"]
     told = shown(capsys, *words, *unknown)
     assert "not predicted" in told["update"] and "longest:" not in told
     assert told["longest"].startswith("longest of what is known: rollout")
