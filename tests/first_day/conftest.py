@@ -167,7 +167,7 @@ def hub(tokenizers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         read = AutoTokenizer.from_pretrained(tokenizers[kind])
         read.save_pretrained(folder)
         content = {**TINY[family], "vocab_size": len(read), "eos_token_id": read.eos_token_id}
-        config = AutoConfig.for_model(**content, max_position_embeddings=2048, pad_token_id=None)
+        config = AutoConfig.for_model(**content, max_position_embeddings=8192, pad_token_id=None)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder, max_shard_size="8MB")

@@ -17,8 +17,6 @@ from tests.model_folder import write_model_folder
 
 pytestmark = pytest.mark.slow
 LAUNCH = ("launch", "--local", "train.yaml", "model.path=Acme/Qwen3", *SMALL)
-SHORT = ("rollout.max_total_tokens=2048", "rollout.max_response_tokens=1024")
-"""The models of the hub have 2,048 positions."""
 DRY = ("launch", "--dry-run", "gpu.yaml")
 MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a config's name misspelled": (
@@ -95,19 +93,19 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
         "'other' is not one of the environments",
     ),
     "a GPU config on a machine without": (
-        ("launch", "--local", "gpu.yaml", "model.path=Acme/Qwen3", *SHORT),
+        ("launch", "--local", "gpu.yaml", "model.path=Acme/Qwen3"),
         EXIT_PREFLIGHT,
         "sglang.*not installed",
     ),
     "heads that do not divide": (
-        (*DRY, "model.path=Acme/Qwen3", *SHORT, "placement.devices_per_node=8", "engine.tp=8"),
+        (*DRY, "model.path=Acme/Qwen3", "placement.devices_per_node=8", "engine.tp=8"),
         EXIT_CONFIG,
         r"8 does not divide 4 attention heads; engine\.tp=\d would do",
     ),
     "rollouts longer than the model's context": (
-        (*DRY, "model.path=Acme/Qwen3"),
+        (*DRY, "model.path=Acme/Qwen3", "rollout.max_total_tokens=16384"),
         EXIT_CONFIG,
-        "SGLang serves at most 2048 tokens of this model",
+        "SGLang serves at most 8192 tokens of this model",
     ),
     "a model that does not fit": (
         (*DRY, "model.path=big"),
