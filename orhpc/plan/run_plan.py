@@ -55,7 +55,6 @@ class RunPlan:
     placement: Placement
     draft_parameters: int | None = 0
     """Parameters of a separate draft model, which engines hold too; null: its folder is not here."""
-
     context: int | None = None
     """Longest context with which SGLang serves the model; null: not known."""
 

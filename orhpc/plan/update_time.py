@@ -103,8 +103,9 @@ class _MicroBatch:
             layer_activations(shape, i, self.demand.element_bytes, upcast_norms=sharded)
             for i in range(len(shape.layers))
         )
-        kind = "fused_passes" if not sharded else "compiled_passes" if self.compiled else "eager_passes"
-        passes = speed(kind)
+        passes = speed(
+            "fused_passes" if not sharded else "compiled_passes" if self.compiled else "eager_passes"
+        )
         return passes * kept * self.layers / len(shape.layers)
 
     def exchange(self, forwards: float) -> float:

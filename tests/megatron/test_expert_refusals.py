@@ -103,7 +103,9 @@ def experts_with(
         "transformer_engine_torch",
     ]
     modules = {name: ModuleType(name) for name in names}
-    grouped = SimpleNamespace(is_module_grouped_tensor_path_supported=lambda recipe, dtype: supported)
+    grouped = SimpleNamespace(
+        is_module_grouped_tensor_path_supported=lambda _, dtype: supported and dtype != torch.float32
+    )
     vars(modules["transformer_engine.common.recipe"])["Float8BlockScaling"] = object
     vars(modules["transformer_engine.pytorch.module"])["grouped_linear"] = grouped
     vars(modules["transformer_engine_torch"])["get_cublasLt_version"] = lambda: cublas
@@ -113,6 +115,7 @@ def experts_with(
     experts: Any = TEGroupedMLP.__new__(TEGroupedMLP)
     torch.nn.Module.__init__(experts)
     experts.num_local_experts = local
+    experts.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     experts.linear_fc1, experts.linear_fc2 = GroupedLinear(), GroupedLinear()
     experts.quantization_padding = SimpleNamespace(align_size=None)
     experts.quantization_unpadding = SimpleNamespace(align_size=None)
@@ -151,6 +154,14 @@ def test_fp8_one_by_one_is_refused_and_bfloat16_is_left_to_cutlass(
     experts = experts_with(monkeypatch, cublas=cublas, supported=supported, local=local)
     with pytest.raises(ModelError, match=f"precision: fp8: {reason}"):
         multiply_together(torch.nn.ModuleList([experts]), fp8=True)
+    multiply_together(torch.nn.ModuleList([experts]), fp8=False)
+    assert not experts.linear_fc1.use_grouped_tensor
+
+
+def test_experts_in_float32_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orhpc.train.megatron.grouped_products import multiply_together
+
+    experts = experts_with(monkeypatch, cublas=130801, supported=True, local=64).float()
     multiply_together(torch.nn.ModuleList([experts]), fp8=False)
     assert not experts.linear_fc1.use_grouped_tensor
 

@@ -30,8 +30,8 @@ HOPPER = (9, 0)
 def multiply_together(decoder: nn.Module, *, fp8: bool) -> None:
     """Make every layer of experts multiply by all its experts in one product, where the libraries can.
 
-    Elsewhere bfloat16 is left to CUTLASS.  On GPUs other than Hopper's nothing is changed: TransformerEngine
-    has no such path for 128 x 128 blocks there.
+    Elsewhere, without FP8, TransformerEngine multiplies as it does by default.  On GPUs other than Hopper's
+    nothing is changed: TransformerEngine has no such path for 128 x 128 blocks there.
 
     Raises:
         ModelError: FP8 is wanted, and the installed libraries cannot multiply so.
@@ -39,11 +39,12 @@ def multiply_together(decoder: nn.Module, *, fp8: bool) -> None:
     layers = [module for module in decoder.modules() if isinstance(module, TEGroupedMLP)]
     if not layers or torch.cuda.get_device_capability() != HOPPER:
         return
-    problem = _problem(max(experts.num_local_experts for experts in layers), fp8=fp8)
+    dtype = next(decoder.parameters()).dtype
+    problem = _problem(max(experts.num_local_experts for experts in layers), dtype, fp8=fp8)
     if problem and fp8:
         raise ModelError(f"precision: fp8: {problem} (or precision: fp8-rollout)")
     if problem:
-        log.info("experts are multiplied by CUTLASS, which is slower: %s", problem)
+        log.info("experts are multiplied in TransformerEngine's slower default way: %s", problem)
         return
     for experts in layers:
         linears: list[Any] = [experts.linear_fc1, experts.linear_fc2]
@@ -63,7 +64,7 @@ def _with_counts_on_device(_linear: nn.Module, arguments: tuple[Tensor, Any]) ->
     return tokens_NH, to_device(np.asarray(counts_E, np.int64), tokens_NH.device)
 
 
-def _problem(local_experts: int, *, fp8: bool) -> str:
+def _problem(local_experts: int, dtype: torch.dtype, *, fp8: bool) -> str:
     """Why cuBLAS cannot multiply by all experts at once, with the remedy; empty: it can.
 
     TransformerEngine itself would silently multiply by one expert after the other.
@@ -84,8 +85,9 @@ def _problem(local_experts: int, *, fp8: bool) -> str:
             f"pip install --no-deps 'nvidia-cublas>={wanted}'"
         )
     supported = getattr(grouped_linear, "is_module_grouped_tensor_path_supported", None)
-    if supported is None or not supported(Float8BlockScaling() if fp8 else None, torch.bfloat16):
-        return "this TransformerEngine cannot multiply by all experts at once; 2.19 or newer can"
+    if supported is None or not supported(Float8BlockScaling() if fp8 else None, dtype):
+        kind = str(dtype).removeprefix("torch.")
+        return f"this TransformerEngine cannot multiply by all experts at once in {kind}; 2.19 can (bfloat16)"
     return ""
 
 

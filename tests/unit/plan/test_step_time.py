@@ -193,18 +193,17 @@ def test_deepseek_on_64_engines(tmp_path: Path) -> None:
     assert {"160 nodes", "pipelines", "trainer TP 8", "engine TP 16"} <= set(times.outside)
 
 
+FSDP_ON_TWO, IN_FP8 = ["placement.devices_per_node=2"], ["train.backend=megatron", "precision=fp8"]
+
+
 @pytest.mark.parametrize(
-    ("settings", "aspect"),
-    [
-        (["placement.devices_per_node=2"], "FSDP on several GPUs"),
-        (["train.backend=megatron", "precision=fp8"], "FP8 updates"),
-    ],
+    ("settings", "aspect"), [(FSDP_ON_TWO, "FSDP on several GPUs"), (IN_FP8, "FP8 updates")]
 )
 def test_settings_that_no_row_has_are_named(tmp_path: Path, settings: list[str], aspect: str) -> None:
-    run = plan(tmp_path, "Qwen3-1.7B", "qwen3-1.7b.yaml", *settings, gib=139.8)
-    assert aspect in predict(run, "h200", assumed_workload(run.config)).outside
-    alone = plan(tmp_path, "Qwen3-1.7B", "qwen3-1.7b.yaml", "placement.devices_per_node=1", gib=139.8)
-    assert aspect not in predict(alone, "h200", assumed_workload(alone.config)).outside
+    for changed_settings in (settings, ["placement.devices_per_node=1"]):
+        run = plan(tmp_path, "Qwen3-1.7B", "qwen3-1.7b.yaml", *changed_settings, gib=139.8)
+        named = aspect in predict(run, "h200", assumed_workload(run.config)).outside
+        assert named == (changed_settings is settings)
 
 
 def test_own_experts_of_equal_blocks_leave_no_device(tmp_path: Path) -> None:
