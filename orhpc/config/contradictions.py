@@ -41,6 +41,7 @@ def contradictions(c: Config) -> list[str]:
     if c.train.backend == "megatron":
         problems += c.megatron.problems(c.placement.trainer_ranks)
         problems += c.megatron.moment_problems(c.train.adam_beta2, c.model.dtype)
+        problems += c.megatron.gradient_problems(c.model.dtype)
         problems += c.megatron.overlap_problems(c.model.dtype, recomputes=c.train.gradient_checkpointing)
         if c.megatron.counts_from_routes and not c.train.routing_replay:
             problems.append("megatron.counts_from_routes: needs train.routing_replay: true")

@@ -74,6 +74,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.profile_*",
     *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap*", "offload_optimizer")),
     "megatron.counts_from_routes",
+    "megatron.gradients_dtype",
     "megatron.moments_dtype",
     "megatron.recompute*",
 )

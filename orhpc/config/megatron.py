@@ -65,9 +65,13 @@ class MegatronSettings(Section):
     offload_optimizer: Fraction = 0.0
     """Fraction of the optimizer state that is stored and updated in host memory. Saves GPU memory; slower."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of Adam's two moments; master weights and accumulated gradients stay float32. ``bfloat16``
-    saves 4 bytes per parameter. It needs CUDA and ``train.adam_beta2`` of 0.992 or less (DeepSeek-V3,
+    """Data type of Adam's two moments; master weights stay float32. ``bfloat16`` saves 4 bytes per parameter,
+    divided over the ranks that hold it. It needs CUDA and ``train.adam_beta2`` of 0.992 or less (DeepSeek-V3,
     arXiv:2412.19437, section 3.3.3, used 0.95)."""
+    gradients_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are summed over micro-batches and over ranks. ``bfloat16`` saves 2 bytes
+    per parameter on every rank that holds it, and halves what the reduction sends; each sum is rounded to 8
+    significant bits. It needs CUDA."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig, by their names."""
 
@@ -127,6 +131,12 @@ class MegatronSettings(Section):
             found.append(f"{wanted}: megatron.recompute_modules must not have moe")
         return found
 
+    def gradient_problems(self, dtype: str) -> list[str]:
+        """List the settings that gradients in bfloat16 cannot be combined with."""
+        if self.gradients_dtype == "bfloat16" and dtype != "bfloat16":
+            return [f"megatron.gradients_dtype: bfloat16 needs model.dtype: bfloat16, not {dtype}"]
+        return []
+
     def moment_problems(self, adam_beta2: float, dtype: str) -> list[str]:
         """List the settings that moments in bfloat16 cannot be combined with."""
         if self.moments_dtype == "float32":
@@ -148,3 +158,8 @@ class MegatronSettings(Section):
     def moment_bytes(self) -> int:
         """Bytes of both moments of one parameter."""
         return 4 if self.moments_dtype == "bfloat16" else 8
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the accumulated gradient of one parameter."""
+        return 2 if self.gradients_dtype == "bfloat16" else 4

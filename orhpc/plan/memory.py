@@ -61,6 +61,8 @@ class Demand:
     """Share of the optimizer state in host memory (Megatron)."""
     moment_bytes: int = MOMENT_BYTES
     """Bytes of both moments of one parameter (Megatron)."""
+    gradient_bytes: int = MASTER_BYTES
+    """Bytes of the accumulated gradient of one parameter (Megatron)."""
     fp8: bool = False
     """Whether the trainer computes in FP8 (Megatron)."""
     critic: bool = False
@@ -108,6 +110,7 @@ def trainer_demand(config: Config) -> Demand:
         micro_batches=-(-train.global_batch_size // config.data_ranks),
         offloaded=config.megatron.offload_optimizer,
         moment_bytes=config.megatron.moment_bytes,
+        gradient_bytes=config.megatron.gradient_bytes,
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
         modules=tuple(config.megatron.recompute_modules),
@@ -196,8 +199,8 @@ def critic_parameters(shape: ModelShape) -> int:
 
 
 def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
-    """One pipeline stage with megatron-core's distributed optimizer: float32 gradient sums on
-    every rank, master weights and moments divided over the ranks that hold the same part."""
+    """One pipeline stage with megatron-core's distributed optimizer: gradient sums on every rank, master
+    weights and moments divided over the ranks that hold the same part."""
     layers = stage_layers(shape, layout.pp, demand.vpp)[stage]
     last = stage == layout.pp - 1
     own = _held(shape, layout, demand, stage)
@@ -207,7 +210,7 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
     return TrainerMemory(
         weights=element * own.elements,
-        gradients=MASTER_BYTES * (own.elements + critic.elements),
+        gradients=demand.gradient_bytes * (own.elements + critic.elements),
         optimizer=round(own.optimizer * (1 - demand.offloaded)),
         quantized=QUANTIZED_BYTES * (own.quantized + critic.quantized),
         gathered=0,

@@ -51,10 +51,9 @@ NO_EFFECT: tuple[Flag, ...] = (
     *no_effect(
         "--sequence-parallel", why="Always used with `megatron.tp` above 1, as in Megatron.", arity="none"
     ),
+    *no_effect("--attention-softmax-in-fp32", why="Always so.", arity="none"),
     *no_effect(
-        *("--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32"),
-        why="Always so.",
-        arity="none",
+        "--accumulate-allreduce-grads-in-fp32", why="The default, see `megatron.gradients_dtype`.", arity="none"
     ),
     *no_effect("--use-distributed-optimizer", why="The optimizer is always sharded.", arity="none"),
     *no_effect(

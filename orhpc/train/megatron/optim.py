@@ -1,10 +1,11 @@
 """megatron-core's distributed optimizer: schedule, clipping, and a collective check for NaN and inf.
 
-Gradients are summed in float32 and scattered over the ranks that hold the same part of the model,
-during the backward pass; each rank keeps master weights and moments of its share only.
+Gradients are summed in float32, or in bfloat16 if the config says so, and scattered over the ranks that
+hold the same part of the model, during the backward pass; each rank keeps master weights and moments of its
+share only.
 
-Master weights belong to megatron-core; with moments in bfloat16 to TransformerEngine's FusedAdam; with
-CPU offload to the optimizer that divides the parameters between host and device.
+Master weights belong to megatron-core; with moments or gradients in bfloat16 to TransformerEngine's
+FusedAdam; with CPU offload to the optimizer that divides the parameters between host and device.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def wrap(chunks: Sequence[Chunk], mcore: TransformerConfig, config: Config) -> l
     wrapped: list[DistributedDataParallel] = []
     for index, chunk in enumerate(chunks):
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=config.megatron.gradients_dtype == "float32",
             overlap_grad_reduce=config.megatron.overlap,
             use_distributed_optimizer=True,
         )
@@ -94,9 +95,13 @@ class MegatronOptimizer:
         """See :attr:`orhpc.train.fsdp.optim.Optimizer.intact`."""
         self._wrapped = list(wrapped)
         share = config.megatron.offload_optimizer
-        moments = DTYPES[config.megatron.moments_dtype]
-        if moments != torch.float32:
-            _need_fused_adam()
+        moments, gradients = (
+            DTYPES[name] for name in (config.megatron.moments_dtype, config.megatron.gradients_dtype)
+        )
+        # megatron-core's own Adam would keep a float32 copy of the gradients.
+        fused = share == 0 and torch.bfloat16 in (moments, gradients)
+        if fused:
+            _need_fused_adam("moments" if moments == torch.bfloat16 else "gradients")
         chained: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -112,8 +117,9 @@ class MegatronOptimizer:
                 optimizer_cpu_offload=share > 0,
                 optimizer_offload_fraction=share,
                 overlap_cpu_optimizer_d2h_h2d=share > 0,
-                use_precision_aware_optimizer=share > 0 or moments != torch.float32,
+                use_precision_aware_optimizer=share > 0 or fused,
                 store_param_remainders=False,  # checkpoints need whole master weights
+                main_grads_dtype=gradients,
                 exp_avg_dtype=moments,
                 exp_avg_sq_dtype=moments,
             ),
@@ -288,7 +294,7 @@ def _master(shard: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     return shard if shard.dtype == torch.float32 else state["master_param"]
 
 
-def _need_fused_adam() -> None:
-    """Raise ConfigError if TransformerEngine is missing."""
+def _need_fused_adam(what: str) -> None:
+    """Raise ConfigError if TransformerEngine is missing; ``what`` is in bfloat16: moments or gradients."""
     if importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError("megatron.moments_dtype: bfloat16 needs TransformerEngine, which is not installed")
+        raise ConfigError(f"megatron.{what}_dtype: bfloat16 needs TransformerEngine, which is not installed")
