@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +95,7 @@ def send_all(
 def _send(
     number: int, one: Sent, rank: int, world: int, port: int, folder: str, urls: list[str]
 ) -> dict[str, Any]:
-    """Send all weights whole, and twice by blocks; the requests carry their number."""
+    """Send all weights whole and by blocks, change them, and send them again; requests carry their number."""
     trainer = TrainerRank(case_config(one.case, world), f"{folder}/{one.case.family}", rank, world, 1)
     trainer.connect("127.0.0.1", port, 120)
     trainer.build()
@@ -109,15 +110,18 @@ def _send(
 
     dist.all_to_all_single = counted
     try:
-        for sync in range(3):
+        for sync in range(4):
+            if sync == 2:
+                for tensor in trainer.backend._exporter.held().values():
+                    tensor.detach().mul_(torch.linspace(1, 2, tensor.numel()).view_as(tensor))
             receivers = tuple(
                 Receiver(url, tuple(ranks), True, {"sync": [number, sync]})
                 for url, ranks in zip(urls, one.engines(world), strict=False)
             )
-            blocks = one.blocks(world) if sync else None
+            blocks, before = one.blocks(world) if sync % 2 else None, len(exchanges)
             report = trainer.send_weights(SyncPlan(receivers, "", 60.0, KEY, blocks))
             assert report.failures == {}
-            assert sync or not exchanges
+            assert sync % 2 or len(exchanges) == before
         names, shapes = trainer.backend.hf_names(), trainer.backend.parameter_shapes()
         experts = {
             tensor: expert
@@ -159,20 +163,22 @@ def test_each_engine_rank_gets_its_own_experts(world: int, tmp_path: Path) -> No
 
 def _assert_own_experts(one: Sent, number: int, engines: list[UpdateEngine], experts: dict[str, int]) -> None:
     assert bool(experts) == (one.case.family != "llama4")
-    for engine in engines:
-        parts = received(engine, [number, 0], 0)
+    for engine, sync in itertools.product(engines, (0, 2)):
+        parts = received(engine, [number, sync], 0)
         whole = joined(parts)
+        if sync:
+            first = joined(received(engine, [number, 0], 0))
+            assert all(np.any(array != first[name]) for name, array in whole.items() if np.any(array))
         held: set[str] = set()
         for place in range(one.tp):
             size = EXPERTS // one.ep
             block = range(place * one.ep // one.tp * size, (place * one.ep // one.tp + 1) * size)
-            for sync in (1, 2):
-                own = received(engine, [number, sync], place)
-                assert all(own), "a request without tensors"
-                assert len(own) < len(parts) or not experts, one.name
-                wanted = {n for n in whole if experts.get(n.removesuffix(SCALE), block[0]) in block}
-                assert joined(own).keys() == wanted, one.name
-                for name, array in joined(own).items():
-                    np.testing.assert_array_equal(array, whole[name], err_msg=f"{one.name}: {name}")
+            own = received(engine, [number, sync + 1], place)
+            assert all(own), "a request without tensors"
+            assert len(own) < len(parts) or not experts, one.name
+            wanted = {n for n in whole if experts.get(n.removesuffix(SCALE), block[0]) in block}
+            assert joined(own).keys() == wanted, one.name
+            for name, array in joined(own).items():
+                np.testing.assert_array_equal(array, whole[name], err_msg=f"{one.name}: {name}")
             held |= wanted
         assert held == whole.keys()

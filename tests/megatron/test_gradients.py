@@ -58,7 +58,9 @@ def _train(rank: int, world: int, port: int, folder: str, layout: dict[str, Any]
     ("world", "layout"),
     [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"tp": 2, "moments_dtype": "bfloat16"})],
 )
-def test_training_with_half_of_the_gradients_bytes(tmp_path: Path, world: int, layout: dict[str, Any]) -> None:
+def test_training_with_half_of_the_gradients_bytes(
+    tmp_path: Path, world: int, layout: dict[str, Any]
+) -> None:
     save_model(tmp_path, "qwen3-moe")
     without_moments = {name: value for name, value in layout.items() if name != "moments_dtype"}
     whole = run_ranks(_train, world, str(tmp_path), without_moments)[0]
@@ -74,7 +76,8 @@ def test_training_with_half_of_the_gradients_bytes(tmp_path: Path, world: int, l
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said"), [("float32", "megatron.gradients_dtype: bfloat16 needs model.dtype"), ("bfloat16", None)]
+    ("dtype", "said"),
+    [("float32", "megatron.gradients_dtype: bfloat16 needs model.dtype"), ("bfloat16", None)],
 )
 def test_gradients_in_bfloat16_need_a_model_in_bfloat16(dtype: str, said: str | None) -> None:
     raw = make_config(train={"backend": "megatron"}, dtype=dtype).model_dump(mode="json")

@@ -53,7 +53,9 @@ NO_EFFECT: tuple[Flag, ...] = (
     ),
     *no_effect("--attention-softmax-in-fp32", why="Always so.", arity="none"),
     *no_effect(
-        "--accumulate-allreduce-grads-in-fp32", why="The default, see `megatron.gradients_dtype`.", arity="none"
+        "--accumulate-allreduce-grads-in-fp32",
+        why="The default, see `megatron.gradients_dtype`.",
+        arity="none",
     ),
     *no_effect("--use-distributed-optimizer", why="The optimizer is always sharded.", arity="none"),
     *no_effect(

@@ -70,6 +70,18 @@ class ExpertExchange:
         stage = self._world // self._settings.pp
         return tuple(sorted({self._blocks.of_rank[r] for r in range(rank % stage, self._world, stage)}))
 
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether every rank of the expert-parallel group holds all that it needs, whole."""
+        if self._settings.pp > 1 or self._settings.etp > 1:
+            return False
+        size, per_rank = self._block, self._per_rank
+        return all(
+            place * per_rank <= block * size and (block + 1) * size <= (place + 1) * per_rank
+            for place, blocks in enumerate(self._wanted)
+            for block in blocks
+        )
+
     def exchanged(self, targets: Sequence[Target], stage: int) -> Iterator[Tensor]:
         """Yield whole tensors of a run's targets, in order (collective).
 

@@ -150,13 +150,13 @@ class RankSync:
                 if not group_is_whole:
                     self.leave_group()  # ends broadcasts that read the slots
                 requests.close()
-                gathered, began = stage.seconds, time.perf_counter()
+                gathered, copied, began = stage.seconds, stage.copy_seconds, time.perf_counter()
                 # A rank that shares its device with an engine sleeps next, which empties the cache.
                 stage.clear(keep_cached=group_is_whole and plan.maps_memory_of(self._rank))
             if walk.error is not None:
                 raise walk.error
         freed = time.perf_counter() - began
-        seconds = SyncSeconds(gathered, walk.engine_seconds, freed, walk.compare_seconds)
+        seconds = SyncSeconds(gathered, copied, walk.engine_seconds, freed, walk.compare_seconds)
         return SyncReport(walk.sent_bytes, seconds, walk.failures)
 
     def _send_all(self, walk: _Walk) -> None:

@@ -49,9 +49,13 @@ class BucketStage:
         self._quantize = quantize
         self._slots: list[Tensor | None] = [None] * SYNC_BUCKETS
         self._filled: list[BucketSpec | None] = [None] * SYNC_BUCKETS
+        self._metadata = {id(spec): metadata_of(spec) for spec in specs}
+        self._specs = specs  # so that no other gets an id of theirs
         self._largest = max(spec.nbytes for spec in specs)
         self.seconds = 0.0
         """Time spent gathering and flattening since :meth:`clear`."""
+        self.copy_seconds = 0.0
+        """Of that: waiting for the device, after all has been enqueued."""
 
     def fill(self, turn: int, spec: BucketSpec, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Copy a bucket's tensors, in any order, into the slot of its turn: uint8 ``[bytes of the bucket]``.
@@ -70,7 +74,9 @@ class BucketStage:
                 pass
         if self._device.type == "cuda":
             # Not the whole device: optimizer state may be offloaded concurrently.
+            enqueued = time.perf_counter()
             torch.cuda.current_stream(self._device).synchronize()
+            self.copy_seconds += time.perf_counter() - enqueued
         self.seconds += time.perf_counter() - started
         return flat
 
@@ -83,7 +89,7 @@ class BucketStage:
         return slot
 
     def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[tuple[str, Tensor]]) -> None:
-        places = {m.name: m for m in metadata_of(spec)}
+        places = {m.name: m for m in self._places(spec)}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, tensor in self._quantize((name, whole.to(self._device)) for name, whole in stream):
@@ -104,7 +110,10 @@ class BucketStage:
         """Return the memory handle of this turn's bucket, for an engine rank on the same device."""
         slot, spec = self._slots[turn % SYNC_BUCKETS], self._filled[turn % SYNC_BUCKETS]
         assert slot is not None and spec is not None, "fill comes first"
-        return bucket_handle(slot, metadata_of(spec))
+        return bucket_handle(slot, self._places(spec))
+
+    def _places(self, spec: BucketSpec) -> list[Any]:
+        return self._metadata.get(id(spec)) or metadata_of(spec)
 
     def clear(self, *, keep_cached: bool) -> None:
         """Free the buckets' GPU memory.
@@ -115,7 +124,7 @@ class BucketStage:
             keep_cached: leave it to the allocator.  Returning it to the driver waits for all of the device's
                 work, as the copies of the optimizer's state that overlap with a sync.
         """
-        self.seconds = 0.0
+        self.seconds = self.copy_seconds = 0.0
         if self._device.type != "cuda":
             return
         self._slots = [None] * SYNC_BUCKETS

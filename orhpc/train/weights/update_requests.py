@@ -56,6 +56,8 @@ class SyncSeconds(NamedTuple):
 
     gather: float = 0.0
     """Gathering parameters into buckets, waits for other ranks included."""
+    copy: float = 0.0
+    """Of that: waiting until the device has copied them."""
     engines: float = 0.0
     """Waiting, after that, for the engines whose requests it makes."""
     free: float = 0.0

@@ -112,7 +112,7 @@ def test_the_plan_says_who_makes_which_requests(monkeypatch: pytest.MonkeyPatch,
     assert report["sync_bytes"] == 100
     assert report["sync_seconds_gather"] == WORLD - 1
     assert {name for name in report if name.startswith("sync_seconds_")} >= {
-        "sync_seconds_engines", "sync_seconds_free",
+        "sync_seconds_copy", "sync_seconds_engines", "sync_seconds_free",
     }  # fmt: skip
     assert set(versions) == {SYNCING, "3"}
     assert pool.published_version == 3
