@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,6 +22,7 @@ from torch.nn import functional
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages
+from orhpc.train.megatron.communicators import open_communicators
 from orhpc.train.megatron.grouped_products import multiply_together
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
@@ -63,6 +65,8 @@ def start_groups(config: Config) -> None:
         distributed_timeout_minutes=_timeout_minutes(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+    if "cuda:nccl" in dist.get_backend_config():
+        open_communicators(torch.device("cuda", torch.cuda.current_device()))
 
 
 def leave_groups() -> None:
