@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orhpc.config import Config
+from orhpc.config.engine import EngineSettings
 from orhpc.models.images import folder_sees
 from orhpc.rollout.engines.dummy_weights import starts_with_random_weights
 
@@ -59,7 +60,7 @@ def sglang_options(
         "dtype": engine.dtype or config.model.dtype,
         "tp_size": engine.tp,
         "mem_fraction_static": engine.memory_fraction,
-        "max_running_requests": engine.max_running,
+        **_most_requests(engine),
         "context_length": engine.context_length or config.rollout.max_total_tokens,
         # The engine receives and returns token ids; only the workers tokenize.  For images SGLang's processor
         # needs its tokenizer, but keeps the ids that it was sent (SGLANG_MM_AVOID_RETOKENIZE, its default).
@@ -88,6 +89,18 @@ def sglang_options(
         options["load_format"] = "dummy"
     options |= _speculative_options(config, part)
     return options | {name.replace("-", "_"): value for name, value in engine.extra.items()}
+
+
+def _most_requests(engine: EngineSettings) -> dict[str, int]:
+    """Limits with which each of SGLang's schedulers runs its share of ``engine.max_running`` requests.
+
+    A prompt that is prefilled in parts has a slot, and takes a second one from the limit of a batch
+    (``get_new_batch_prefill`` in ``srt/managers/scheduler.py``, SGLang 0.5.16).  Without a slot to spare, the
+    last of as many requests as slots would wait until another has ended: for a whole rollout, if all are sent
+    at once.  The second limit keeps batches within ``engine.max_running``, for which there are CUDA graphs.
+    """
+    each = max(1, engine.max_running // engine.dp)
+    return {"max_running_requests": engine.max_running + engine.dp, "pp_max_micro_batch_size": each}
 
 
 def functions_for(config: Config, *, shares: bool) -> list[str]:

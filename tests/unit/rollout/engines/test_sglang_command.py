@@ -34,7 +34,7 @@ KNOWN = frozenset(
         "ep_size", "nnodes", "node_rank", "dist_init_addr", "load_format",
         "json_model_override_args", "speculative_algorithm", "speculative_num_steps",
         "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_draft_model_path",
-        "enable_draft_weights_cpu_backup", "custom_weight_loader",
+        "enable_draft_weights_cpu_backup", "custom_weight_loader", "pp_max_micro_batch_size",
     ]
 )  # fmt: skip
 """Fields of ServerArgs that we use and that exist in both 0.5.16 and 0.5.23, according to their sources."""
@@ -65,6 +65,15 @@ def test_only_arguments_that_both_releases_have_are_used() -> None:
     )  # fmt: skip
     everything |= options(precision="fp8-rollout", power_of_two_scales=True)
     assert set(everything) == KNOWN
+
+
+@given(max_running=st.integers(1, 4096), dp=st.sampled_from([1, 2, 4]))
+def test_every_scheduler_has_a_slot_to_spare_and_no_larger_batches(max_running: int, dp: int) -> None:
+    """SGLang divides the slots among its schedulers, and takes the limit of a batch as it is."""
+    given_dp = {"tp": 4, "dp": dp, "trusted_network": True} if dp > 1 else {}
+    found = options(max_running=max_running, **given_dp)
+    assert found["max_running_requests"] // dp == max_running // dp + 1
+    assert found["pp_max_micro_batch_size"] == max(1, max_running // dp)
 
 
 @pytest.mark.parametrize("setting", ["direct_loading", "delta_sync"])
