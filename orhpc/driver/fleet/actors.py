@@ -23,6 +23,7 @@ from orhpc.errors import OrhpcError, OutOfMemory, RayLost, StorageRefused
 from orhpc.plan.placement import Node
 from orhpc.process.terminal import SecretSources, protect_process
 from orhpc.rundir.storage import NO_SERVER
+from orhpc.train.memory_errors import exhausted_memory
 
 POLL_S = 0.2
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
@@ -48,8 +49,9 @@ async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = N
     except RayTaskError as error:
         if isinstance(error.cause, OrhpcError):
             raise error.cause from None
-        if isinstance(error.cause, MemoryError | OutOfMemoryError):
-            raise OutOfMemory(f"{what}: {error.cause}") from error
+        if exhausted_memory(error.cause):
+            cause = " ".join(str(error.cause).split())[:300]
+            raise OutOfMemory(f"{what}: {cause}") from error
         if isinstance(error.cause, OSError) and error.cause.errno in NO_SERVER:
             raise StorageRefused(f"{what}: {error.cause}") from error
         if isinstance(error.cause, _LOST):

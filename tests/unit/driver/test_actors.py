@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayTaskError
 
+from orhpc.driver.fleet import actors
+from orhpc.errors import OutOfMemory
 from tests.ray_head import running_head
 
 DRIVER = """
@@ -71,3 +76,13 @@ def test_an_argument_of_a_dead_actor_is_a_lost_actor(tmp_path: Path) -> None:
     raised, lost = (line for line in driver.stdout.splitlines() if line.startswith(("ValueError", "RayLost")))
     assert raised == "ValueError True"
     assert lost.startswith("RayLost take: an argument was lost: ")
+
+
+def test_a_lack_of_memory_outside_a_step_has_its_class() -> None:
+    """As of an export or a copy of the state, in which a rank converts no errors."""
+
+    async def fails() -> None:
+        raise RayTaskError("export_hf", "", cast(Any, RuntimeError("CUDA error: out of memory")))
+
+    with pytest.raises(OutOfMemory, match="trainer export_hf: CUDA error: out of memory"):
+        asyncio.run(actors.call(fails(), "trainer export_hf"))
