@@ -109,12 +109,12 @@ async def _recovered(run: Run, runtime: Runtime, step: int) -> bool:
     Raises:
         OrhpcError: a rank does not answer in time, or the state cannot be restored.
     """
-    found = await runtime.trainers.recover()
-    if not found.whole:
+    whole = await runtime.trainers.recover()
+    if not whole:
         await _load_state(run, runtime, step)
-    if runtime.engines is not None and found.left_groups:
+    if runtime.engines is not None:
         await runtime.engines.leave_group()  # rank 0 has left it
-    return not found.whole
+    return not whole
 
 
 async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, during: str) -> bool:

@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from orhpc.train.memory_errors import exhausted_memory
+
 _WORK = {"cuda": (4096, 8), "cpu": (256, 32)}
 """Rows and columns of the matrices, and the number of products: 2 ms of an H100 in bfloat16, and 10 ms of one
 core in float32, long enough for a core that is throttled in slices of some milliseconds."""
@@ -25,7 +27,9 @@ def pace_seconds(device: torch.device) -> float | None:
     try:
         a_SS = torch.full((size, size), 1.0 / size, device=device, dtype=dtype)
         out_SS = torch.mm(a_SS, a_SS)  # the first product may load a library
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not exhausted_memory(error):
+            raise
         return None
     _finish(device)
     started = time.perf_counter()

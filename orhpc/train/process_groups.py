@@ -11,7 +11,6 @@ a group forms.  Where that matters, nodes and network must be exclusive to the j
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import tempfile
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from orhpc.errors import InfraError, OrhpcError, OutOfMemory
 from orhpc.process.ports import start_listening
+from orhpc.train.memory_errors import exhausted_memory
 from orhpc.train.stopping import allow_collectives
 
 _TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -128,10 +128,6 @@ def join_default_group(
         )
 
 
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-"""Parts of errors for memory: of torch on CPUs, and of CUDA and its libraries outside torch's allocator."""
-
-
 @contextlib.contextmanager
 def typed_failures(what: str) -> Iterator[None]:
     """Convert torch's memory and communication errors to the project's; other errors pass unchanged."""
@@ -139,19 +135,19 @@ def typed_failures(what: str) -> Iterator[None]:
         yield
     except OrhpcError:
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(f"{what}: {_one_line(error)}") from error
-    except (dist.DistError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+    except Exception as error:
+        if exhausted_memory(error):
             raise OutOfMemory(f"{what}: {_one_line(error)}") from error
-        raise InfraError(f"{what}: {_one_line(error)}") from error
-    except RuntimeError as error:
-        text = _one_line(error)
-        if any(sign in text for sign in _NO_MEMORY):
-            raise OutOfMemory(f"{what}: {text}") from error
-        if any(sign in text for sign in ("gloo", "Timed out", "NCCL", "Connection")):
-            raise InfraError(f"{what}: {text}") from error
+        if _of_communication(error):
+            raise InfraError(f"{what}: {_one_line(error)}") from error
         raise
+
+
+def _of_communication(error: Exception) -> bool:
+    if isinstance(error, dist.DistError | OSError):
+        return True
+    signs = ("gloo", "Timed out", "NCCL", "Connection")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _one_line(error: BaseException) -> str:

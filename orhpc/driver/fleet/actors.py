@@ -19,12 +19,15 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orhpc.errors import OrhpcError, OutOfMemory, RayLost, StorageRefused
+from orhpc.errors import InfraError, OrhpcError, OutOfMemory, RayLost, StorageRefused
 from orhpc.plan.placement import Node
 from orhpc.process.terminal import SecretSources, protect_process
 from orhpc.rundir.storage import NO_SERVER
+from orhpc.train.memory_errors import exhausted_memory
 
 POLL_S = 0.2
+CAUSE_S = 5.0
+"""How long the cause of a failed collective may come later than what it causes in other actors."""
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
 """What Ray says of a call's argument that a dead actor should have made."""
 
@@ -48,8 +51,9 @@ async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = N
     except RayTaskError as error:
         if isinstance(error.cause, OrhpcError):
             raise error.cause from None
-        if isinstance(error.cause, MemoryError | OutOfMemoryError):
-            raise OutOfMemory(f"{what}: {error.cause}") from error
+        if exhausted_memory(error.cause):
+            cause = " ".join(str(error.cause).split())[:300]
+            raise OutOfMemory(f"{what}: {cause}") from error
         if isinstance(error.cause, OSError) and error.cause.errno in NO_SERVER:
             raise StorageRefused(f"{what}: {error.cause}") from error
         if isinstance(error.cause, _LOST):
@@ -73,8 +77,32 @@ async def _awaited(reference: Awaitable[Any]) -> Any:
 async def call_all(
     references: Iterable[Awaitable[Any]], what: str, timeout_s: float | None = None
 ) -> list[Any]:
-    """Await calls to several actors; the first failure is raised at once, as by :func:`call`."""
-    return list(await asyncio.gather(*(call(r, f"{what} {i}", timeout_s) for i, r in enumerate(references))))
+    """Await calls to several actors; the first failure is raised at once, as by :func:`call`.
+
+    Only an InfraError waits, up to :data:`CAUSE_S`, for an OutOfMemory of another actor, which replaces it:
+    when one has run out of memory, the others see a collective with it fail, and may report that first.
+    """
+    calls = [asyncio.ensure_future(call(r, f"{what} {i}", timeout_s)) for i, r in enumerate(references)]
+    try:
+        return list(await asyncio.gather(*calls))
+    except InfraError as error:
+        if not isinstance(error, RayLost):
+            await _raise_lack_of_memory(calls)
+        raise
+
+
+async def _raise_lack_of_memory(calls: Sequence[asyncio.Future[Any]]) -> None:
+    """Raise the first OutOfMemory of these calls; returns when all have ended, or after :data:`CAUSE_S`."""
+    end = time.monotonic() + CAUSE_S
+    while True:
+        for ended in [c for c in calls if c.done() and not c.cancelled()]:
+            if isinstance(error := ended.exception(), OutOfMemory):
+                raise error
+        pending = [c for c in calls if not c.done()]
+        left = end - time.monotonic()
+        if not pending or left <= 0:
+            return
+        await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 def spawn(

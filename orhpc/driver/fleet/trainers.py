@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -39,15 +39,6 @@ RECOVERY_S = 60.0
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Recovered(NamedTuple):
-    """How all ranks have recovered from a failed step in their processes."""
-
-    whole: bool
-    """Whether they hold the state of before the step."""
-    left_groups: bool
-    """Whether rank 0 has left the group of the engines."""
 
 
 class Trainers:
@@ -137,24 +128,27 @@ class Trainers:
             return await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file", timeout_s)
         return await self.hold_port(timeout_s)
 
-    async def recover(self) -> Recovered:
+    async def recover(self) -> bool:
         """Bring all ranks out of a step in which one of them ran out of memory, without a new process.
 
         Ranks that wait for the failed one in a collective are freed first: NCCL is aborted, and gloo ends
         when the failed rank closes its connections.  Then all form new process groups and forget the step.
+        Rank 0 leaves the group of the engines too, in which a broadcast may have failed.
+
+        Returns whether all ranks hold the state of before the step.
 
         Raises:
             OrhpcError: a rank has died, does not answer in time, or cannot recover.
         """
-        several = len(self.ranks) > 1
-        if several:
+        if len(self.ranks) == 1:
+            await self.all_within(RECOVERY_S, TrainerRank.leave_weight_group)
+        else:
             await self._abandon_collectives(RECOVERY_S)
             # Each rank does this once its step has ended; the failed one's has.
             await self.all_within(RECOVERY_S, TrainerRank.leave_groups)
             connect, meeting = TrainerRank.rejoin, await self._meeting(RECOVERY_S)
             await self.all_within(RECOVERY_S, connect, self.host, meeting, COLLECTIVE_TIMEOUT_S)
-        found = await self.all_within(RECOVERY_S, TrainerRank.recover)
-        return Recovered(all(found), left_groups=several)
+        return all(await self.all_within(RECOVERY_S, TrainerRank.recover))
 
     async def _abandon_collectives(self, timeout_s: float) -> None:
         controls = [rank.abandon_collectives.options(concurrency_group=CONTROL) for rank in self.ranks]

@@ -40,8 +40,12 @@ _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
 """Matches the last line of a Python traceback; servers log more lines after it while shutting down."""
 
 
-_OUT_OF_MEMORY = re.compile(rb"OutOfMemoryError|CUDA out of memory|std::bad_alloc|MemoryError")
-"""Matches what SGLang, torch and Python log when a GPU's or the host's memory is used up."""
+_OUT_OF_MEMORY = re.compile(
+    rb"OutOfMemoryError|CUDA out of memory|std::bad_alloc|MemoryError"
+    rb"|CUDA (driver )?error: out of memory|Cuda failure (2 )?'out of memory'"
+    rb"|Failed to CUDA (calloc|malloc|host alloc)|STATUS_ALLOC_FAILED|HOST_ALLOCATION_FAILED"
+)
+"""Matches what SGLang, torch, CUDA and Python log when a GPU's or the host's memory is used up."""
 _LOWERED_FRACTION = 0.05
 """Fraction of GPU memory that an engine leaves to activations after each time that it ran out of memory."""
 

@@ -29,7 +29,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
 from orhpc.config.engine import SYNC_BUCKETS
-from orhpc.errors import WeightSyncFailed
+from orhpc.errors import OutOfMemory, WeightSyncFailed
+from orhpc.train.memory_errors import exhausted_memory
 from orhpc.train.process_groups import bound, hosted_store, use_interface_towards
 from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.fp8 import Quantize
@@ -61,7 +62,7 @@ class BucketStage:
         """Copy a bucket's tensors, in any order, into the slot of its turn: uint8 ``[bytes of the bucket]``.
 
         ``tensors`` is consumed, even on failure, because other ranks take part in producing them.
-        Raises WeightSyncFailed when they differ from ``spec``.
+        Raises WeightSyncFailed when they differ from ``spec``, OutOfMemory.
         """
         started = time.perf_counter()
         stream = iter(tensors)
@@ -163,7 +164,7 @@ class WeightSender:
 
         It matches SGLang's receivers: a TCP store, prefixed with the group's name, and a
         non-default group over it.  ``listener``: a socket already bound to that address.  Raises
-        WeightSyncFailed after ``timeout_s``.
+        WeightSyncFailed after ``timeout_s``, OutOfMemory.
         """
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
@@ -211,8 +212,8 @@ class WeightSender:
     def wait(self, turn: int) -> None:
         """Return once the broadcast of this turn is done; returns at once if there is none.
 
-        Raises WeightSyncFailed when an engine is lost or slow: the engines' weights are then mixed and
-        must not be served.
+        Raises WeightSyncFailed when an engine is lost or slow, and OutOfMemory: the engines' weights are then
+        mixed and must not be served.
         """
         entry = self._under_way[turn % SYNC_BUCKETS]
         self._under_way[turn % SYNC_BUCKETS] = None
@@ -278,11 +279,15 @@ class _InOrder:
 
 
 class failing_as(AbstractContextManager[None]):
-    """Converts errors of the communication library into WeightSyncFailed."""
+    """Converts errors of the communication library into WeightSyncFailed, of memory into OutOfMemory.
+
+    To repeat a sync does not help against a lack of memory; the trainers free theirs when they recover.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError | OSError | ValueError):
-            raise WeightSyncFailed(f"{self._what}: {' '.join(str(error).split())[:300]}") from error
+            kind_of_failure = OutOfMemory if exhausted_memory(error) else WeightSyncFailed
+            raise kind_of_failure(f"{self._what}: {' '.join(str(error).split())[:300]}") from error

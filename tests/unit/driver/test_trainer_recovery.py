@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from orhpc.driver.fleet.trainers import Recovered
 from orhpc.driver.memory_tries import SampleLimit
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
@@ -39,14 +38,14 @@ class Trainers:
     """Records calls; ``held``: steps of which every rank has a copy; ``recovered``: None: not in place."""
 
     def __init__(
-        self, held: set[int], failure: OrhpcError | None = None, recovered: Recovered | None = None
+        self, held: set[int], failure: OrhpcError | None = None, recovered: bool | None = None
     ) -> None:
         self.held, self.failure, self.recovered = held, failure, recovered
         self.made: list[CopyId] = []
         self.copies_problem = None
         self.calls: list[str] = []
 
-    async def recover(self) -> Recovered:
+    async def recover(self) -> bool:
         if self.recovered is None:
             raise RayLost("trainer leave_groups 0: no answer within 60 s")
         self.calls.append("recover")
@@ -141,7 +140,8 @@ def test_out_of_memory_halves_the_budget_as_often_as_the_policy_allows(run: Run)
         repeated(run, trainers, [error] * 4)
 
 
-IN_PLACE = Recovered(whole=True, left_groups=True)
+IN_PLACE = True
+"""Every rank holds the state of before the step."""
 
 
 def alone(tokens: int) -> OutOfMemory:
@@ -163,14 +163,14 @@ def test_out_of_memory_is_recovered_in_place_and_restarts_nothing(run: Run) -> N
 
 def test_state_that_the_failed_step_has_changed_is_restored_in_place(run: Run) -> None:
     """A commit that ranks write in the background goes on."""
-    trainers = Trainers({4, 5}, recovered=Recovered(whole=False, left_groups=False))
+    trainers = Trainers({4, 5}, recovered=False)
     repeated(run, trainers, [OutOfMemory("x")], engines=Engines(trainers.calls))
-    assert trainers.calls == ["recover", "copy 5"]
+    assert trainers.calls == ["recover", "copy 5", "engines leave"]
     assert read_events(run.rundir.events)[0]["restored"]
 
 
 def test_changed_state_without_a_copy_leads_to_a_restart_which_fails_as_well(run: Run) -> None:
-    trainers = Trainers({4}, recovered=Recovered(whole=False, left_groups=False))
+    trainers = Trainers({4}, recovered=False)
     with pytest.raises(OutOfMemory):
         repeated(run, trainers, [OutOfMemory("x")])
     assert trainers.calls == ["recover", "restart"]

@@ -69,6 +69,29 @@ def test_an_update_that_hangs_is_found_after_a_stop_too(monkeypatch: pytest.Monk
     assert asked == [True]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recovery_in_place_leaves_the_engines_group(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast in it may have failed for lack of memory, of a single rank as well."""
+    calls: list[str] = []
+
+    async def answers(_: float, method: Any, *__: Any) -> list[bool]:
+        calls.append(method.__name__)
+        return [True] * ranks
+
+    async def nothing(*_: Any) -> int:
+        return 0
+
+    rank: Any = SimpleNamespace()
+    trainers = Trainers(lambda: [rank] * ranks, "127.0.0.1", UpdateLimit(None), None, one_node=True)
+    trainers.ranks = [rank] * ranks
+    monkeypatch.setattr(trainers, "all_within", answers)
+    monkeypatch.setattr(trainers, "_abandon_collectives", nothing)
+    monkeypatch.setattr(trainers, "_meeting", nothing)
+    assert asyncio.run(trainers.recover())
+    several = ["leave_groups", "rejoin", "recover"]
+    assert calls == (["leave_weight_group", "recover"] if ranks == 1 else several)
+
+
 def test_the_time_of_a_suspension_is_no_time_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by ``scontrol suspend``: the clock goes on, and no rank hangs."""
     clock = SimpleNamespace(now=0.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,6 +23,12 @@ from orhpc.types import MiniBatch
 from tests.trainer_kit import make_config, make_samples, run_ranks, save_tiny_model
 
 MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+NCCL_MEMORY = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 10485760 bytes"
+)
+"""What torch raises when NCCL gets no memory for its buffers, because torch's allocator holds the rest."""
 POINTS = [
     ("fetch", 0),
     ("forward", 0),
@@ -31,6 +38,8 @@ POINTS = [
     ("recomputed", 1),
     ("logprobs", 1),
     ("optimizer", 0),
+    ("collective of forward", 1),
+    ("collective of backward", 0),
 ]
 """Where the memory ends, and in which call, from 0; "logprobs" is a pass without gradient."""
 
@@ -53,6 +62,10 @@ def fails_on_the_host(*_: Any, **__: Any) -> Any:
     raise RuntimeError(MEMORY)
 
 
+def fails_in_nccl(*_: Any, **__: Any) -> Any:
+    raise dist.DistBackendError(NCCL_MEMORY)
+
+
 def at_call(number: int, action: Callable[..., Any]) -> Callable[..., Any]:
     """Call ``action`` in the call with this number only."""
     left = iter(range(number))
@@ -73,18 +86,19 @@ def failing(rank: TrainerRank, where: str, number: int) -> Iterator[None]:
     hooks: list[Any] = []
     if where == "fetch":
         rank.load_batch = fails
-    elif where in ("forward", "logprobs"):
-        hooks.append(layer.register_forward_pre_hook(at_call(number, fails_on_the_host)))
+    elif where in ("forward", "logprobs", "collective of forward"):
+        action = fails_in_nccl if "collective" in where else fails_on_the_host
+        hooks.append(layer.register_forward_pre_hook(at_call(number, action)))
     elif where == "recomputed":  # forward passes and their repetitions alternate
         hooks.append(layer.mlp.register_forward_pre_hook(at_call(number, fails)))  # type: ignore[union-attr,operator]
-    elif where == "backward":
+    elif where in ("backward", "collective of backward"):
 
         def on_output(_: nn.Module, __: Any, output: Any) -> None:
             found: Tensor = output[0] if isinstance(output, tuple) else output
             if found.requires_grad:
                 found.register_hook(fail_once)
 
-        fail_once = at_call(number, fails)
+        fail_once = at_call(number, fails_in_nccl if "collective" in where else fails)
         hooks.append(layer.register_forward_hook(on_output))
     elif where == "optimizer":
         backend.optimizer.step = fails

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from orhpc.errors import InfraError, OrhpcError, OutOfMemory, WeightSyncFailed
 from orhpc.process.secrets import REDACTED, redact
 from orhpc.train.actor import TrainerRank
-from orhpc.train.weights import rank_sync
+from orhpc.train.weights import rank_sync, sender
 from orhpc.train.weights.sender import BucketStage
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
 from tests.trainer_kit import free_port, make_config, plan, run_ranks
@@ -129,14 +130,28 @@ def test_weights_cannot_be_broadcast_without_a_group(rank: TrainerRank, engine: 
     assert engine.bodies == []
 
 
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("_place", MemoryError("Cannot allocate memory")), ("_slot", torch.OutOfMemoryError("no memory")),
+     ("_slot", RuntimeError("CUDA error: out of memory"))],
+)  # fmt: skip
 def test_running_out_of_memory_is_reported_as_such(
-    rank: TrainerRank, engine: UpdateEngine, monkeypatch: pytest.MonkeyPatch
+    rank: TrainerRank,
+    engine: UpdateEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: Exception,
 ) -> None:
-    def fails(self: BucketStage, *_: Any) -> None:
-        raise MemoryError("Cannot allocate memory")
+    """To repeat the sync in the same memory would fail again."""
+
+    def fails(*_: Any) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(BucketStage, "_place", fails)
+        if place == "_slot":
+            patch.setattr(sender, "shared_bucket", fails)
+        else:
+            patch.setattr(BucketStage, place, fails)
         with pytest.raises(OutOfMemory):
             rank.send_weights(sync_plan(mapping(engine.url, 0)))
     assert rank.send_weights(sync_plan(mapping(engine.url, 0))).failures == {}

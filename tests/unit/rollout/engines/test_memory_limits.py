@@ -47,6 +47,11 @@ def test_only_the_log_since_the_last_start_counts(engine: Printing) -> None:
     [
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
         "RuntimeError: CUDA out of memory.", "MemoryError", "what():  std::bad_alloc",
+        "torch.AcceleratorError: CUDA error: out of memory", "RuntimeError: CUDA driver error: out of memory",
+        "Failed to CUDA calloc 10485760 bytes", "Failed to CUDA host alloc 4923392 bytes",
+        "node-a:12:34 [0] enqueue.cc:1085 NCCL WARN Cuda failure 2 'out of memory'",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     ],
 )  # fmt: skip
 def test_what_libraries_log_is_recognized(engine: Printing, line: str) -> None:
