@@ -356,18 +356,19 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
     etp_rank: Any = parallel_state.get_expert_tensor_parallel_rank()
     for chunk in chunks:
         held = held_tensors(chunk.model)
-        for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
-            target = held.pop(name, None)
-            if target is None:
+        for name, target, index in mapping.own(chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
+            tensor = held.pop(name, None)
+            if tensor is None:
                 raise ModelError(
                     f"megatron-core's model has no {name}: a rule in megatron/names.py, or the family's row "
                     "in models/families, is wrong"
                 )
-            if target.shape != values.shape:
+            if tensor.shape != target.local_shape():
                 raise ModelError(
-                    f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"
+                    f"megatron-core's {name} is {list(tensor.shape)}, the checkpoint's "
+                    f"{list(target.local_shape())}"
                 )
-            target.copy_(values)
+            target.fill(tensor, source, index)
         if held:
             raise ModelError(f"megatron-core's model has {', '.join(sorted(held)[:3])}, which no rule loads")
 
