@@ -1,6 +1,9 @@
 """The driver's program and its supervisor, which decides what follows a failure.
 
-    python -m orhpc.driver RUN_DIR ATTEMPT --stop-file FILE
+    python -m orhpc.driver RUN_DIR ATTEMPT --stop-file FILE [--on-line]
+
+With ``--on-line`` it begins once a line comes on standard input, so that its imports, which take seconds, can
+run while Ray starts; it exits if the input ends without one.
 
 It reads the files that the node's launcher wrote to ``attempts/NNN`` (config, placement, keys), joins the
 running Ray cluster and runs :func:`orhpc.driver.attempt.attempt_once` until it succeeds or the policy table
@@ -88,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("attempt", type=int)
     parser.add_argument("--stop-file", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, help="token budget after the host ran out of memory")
+    parser.add_argument("--on-line", action="store_true", help="begin at a line of standard input")
     options = parser.parse_args(arguments)
+    if options.on_line and not sys.stdin.readline():
+        return EXIT_FAILED
     run = Run(RunDir(options.run_dir), options.attempt, options.stop_file)
     protect_process(*run.config.secret_sources)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)

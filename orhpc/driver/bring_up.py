@@ -38,6 +38,7 @@ from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
+from orhpc.train.actor import TrainerRank
 from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.types import PromptGroup
 
@@ -123,12 +124,14 @@ def _worker_setup(run: Run, model_dir: str) -> WorkerSetup:
 async def _start_trainers(
     run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Trainers:
-    """Start the trainers; they load the model at once unless engines share their devices."""
+    """Start the trainers; they load the model unless engines share their devices, else only prepare it."""
     config, placement = trainer_config(run.config, model_dir), run.placement
     trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
     copied.set_result(await trainers.copies() if run.copies.any() else set())
     if not placement.engines or not config.placement.shared_devices:
         await timed(phases, "model", trainers.build())
+    else:
+        await timed(phases, "prepare", trainers.all_within(None, TrainerRank.prepare))
     return trainers
 
 

@@ -75,23 +75,41 @@ class Target:
 
     def part(self, source: Source, index: int) -> Tensor:
         """Read part ``index``, and nothing else of the checkpoint."""
+        found = [values for _, values in self.read(source, index)]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+    def fill(self, part: Tensor, source: Source, index: int) -> None:
+        """Read part ``index`` into a tensor of :meth:`local_shape`, without joining the pieces before.
+
+        Raises ModelError if a piece has another shape.
+        """
+        for at, values in self.read(source, index):
+            place = part.narrow(self.dim, at, values.shape[self.dim])
+            if place.shape != values.shape:  # copy_ would repeat a smaller one
+                raise ModelError(
+                    f"{self.name}: {list(values.shape)} of the checkpoint in place of {list(place.shape)}"
+                )
+            place.copy_(values)
+
+    def read(self, source: Source, index: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of part ``index``, each with its place along ``dim``, and padding at the end."""
         index = index if self.ways > 1 else 0
         size = self.shape[self.dim] // self.ways
         low, high = index * size, (index + 1) * size
-        found: list[Tensor] = []
+        like: Tensor | None = None
         at = 0
         for piece in self.pieces:
             first, last = max(low, at), min(high, at + piece.length)
             if first < last:
                 start = piece.start + first - at
-                found.append(source.read(piece, self.dim, start, start + last - first))
+                like = source.read(piece, self.dim, start, start + last - first)
+                yield first - low, like
             at += piece.length
         if high > at:
             padding = list(self.local_shape())
             padding[self.dim] = high - max(low, at)
-            like = found[0] if found else source.read(self.pieces[0], self.dim, 0, 1)
-            found.append(like.new_zeros(padding))
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+            like = source.read(self.pieces[0], self.dim, 0, 1) if like is None else like
+            yield size - padding[self.dim], like.new_zeros(padding)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of a group's ranks, in rank order."""
@@ -241,11 +259,18 @@ class HfMapping:
         self, source: Source, part: ModelPart, *, tp_rank: int = 0, etp_rank: int = 0
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield one rank's parameters under the names of its own model chunk, one at a time."""
+        for name, target, rank in self.own(part, tp_rank=tp_rank, etp_rank=etp_rank):
+            yield name, target.part(source, rank)
+
+    def own(
+        self, part: ModelPart, *, tp_rank: int = 0, etp_rank: int = 0
+    ) -> Iterator[tuple[str, Target, int]]:
+        """Yield one rank's parameters: the name in its own model chunk, and which part of which target."""
         first_layer = part.layers.start
         first_expert = part.experts.start if part.experts else 0
         for target in self.targets(part):
             rank = tp_rank if target.expert is None else etp_rank
-            yield target.named(first_layer, first_expert), target.part(source, rank)
+            yield target.named(first_layer, first_expert), target, rank
 
     # --- to a checkpoint ----------------------------------------------------------------------
 

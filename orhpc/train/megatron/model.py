@@ -218,9 +218,13 @@ def padded_vocabulary(shape: ModelShape, m: MegatronSettings) -> int:
 
 def own_parts(shape: ModelShape, m: MegatronSettings) -> list[ModelPart]:
     """Return this rank's part of the model for each of its chunks."""
-    cuts = chunk_layers(shape, m)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    index = parallel_state.get_expert_model_parallel_rank()
+    return parts_at(shape, m, stage, parallel_state.get_expert_model_parallel_rank())
+
+
+def parts_at(shape: ModelShape, m: MegatronSettings, stage: int, index: int) -> list[ModelPart]:
+    """Return the parts of a pipeline stage's expert-parallel rank ``index``, one for each chunk."""
+    cuts = chunk_layers(shape, m)
     share = shape.experts // m.ep
     experts = range(index * share, (index + 1) * share) if shape.experts else None
     numbers = [v * m.pp + stage for v in range(m.vpp)]
@@ -360,18 +364,19 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
     etp_rank: Any = parallel_state.get_expert_tensor_parallel_rank()
     for chunk in chunks:
         held = held_tensors(chunk.model)
-        for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
-            target = held.pop(name, None)
-            if target is None:
+        for name, target, index in mapping.own(chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
+            tensor = held.pop(name, None)
+            if tensor is None:
                 raise ModelError(
                     f"megatron-core's model has no {name}: a rule in megatron/names.py, or the family's row "
                     "in models/families, is wrong"
                 )
-            if target.shape != values.shape:
+            if tensor.shape != target.local_shape():
                 raise ModelError(
-                    f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"
+                    f"megatron-core's {name} is {list(tensor.shape)}, the checkpoint's "
+                    f"{list(target.local_shape())}"
                 )
-            target.copy_(values)
+            target.fill(tensor, source, index)
         if held:
             raise ModelError(f"megatron-core's model has {', '.join(sorted(held)[:3])}, which no rule loads")
 

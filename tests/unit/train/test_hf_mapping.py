@@ -66,12 +66,16 @@ def parts(shape: ModelShape, pp: int, ep: int) -> Iterator[ModelPart]:
 
 def loaded(mapping: HfMapping, source: InMemory, pp: int, ep: int) -> dict[str, Tensor]:
     """Load every rank of a layout, and join their parts under the whole model's names."""
-    whole: dict[str, Tensor] = {}
+    whole, counts = dict[str, Tensor](), isinstance(source, InMemory)
     for part in parts(mapping.shape, pp, ep):
         ranks = [
             dict(mapping.load(source, part, tp_rank=tp, etp_rank=etp))
             for tp, etp in product(range(mapping.tp), range(mapping.etp))
         ]
+        for name, target, index in mapping.own(part, tp_rank=mapping.tp - 1, etp_rank=mapping.etp - 1):
+            filled = torch.full_like(ranks[-1][name], torch.nan)
+            target.fill(filled, InMemory(source.tensors) if counts else source, index)
+            assert torch.equal(filled, ranks[-1][name])
         first_expert = part.experts.start if part.experts else 0
         for target in mapping.targets(part):
             local = target.named(part.layers.start, first_expert)
@@ -218,6 +222,13 @@ def test_padding_of_the_vocabulary_is_zero_and_goes_no_further() -> None:
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert last[name].shape == (64, 64)
         assert not last[name].any()
+
+
+def test_a_row_in_place_of_a_matrix_is_refused_and_not_repeated() -> None:
+    target = next(HfMapping(shape_of(TINY["qwen3"]), LOCAL).targets(ModelPart(range(3))))
+    narrow = InMemory({target.pieces[0].name: torch.ones(target.shape[0], 1)})
+    with pytest.raises(ModelError, match="of the checkpoint in place of"):
+        target.fill(torch.empty(target.shape), narrow, 0)
 
 
 def test_a_tied_matrix_is_at_both_ends_of_a_pipeline_and_exported_once() -> None:
