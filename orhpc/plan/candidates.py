@@ -25,7 +25,7 @@ from orhpc.plan.speeds import CARDS, Card
 from orhpc.plan.update_time import predict_update
 from orhpc.plan.workload import Workload, assumed_workload
 
-BUDGETS = (0.5, 1, 2, 4)
+BUDGETS = (0.5, 0.7, 1, 1.4, 2, 2.8, 4)
 """Factors between a candidate's micro-batches and the config's; smaller ones may need less recomputation."""
 
 
@@ -75,11 +75,12 @@ def candidates(
         return Candidate(_differences(config, changed), memory, seconds)
 
     found: dict[tuple[tuple[str, Any], ...], tuple[Candidate, Config]] = {}
+    own = settled(config, shape, device_bytes)
     for changed in _variants(config, shape, device_bytes):
         other = candidate(changed)
-        if other.settings and other.bytes <= room:
+        if _differences(own, changed) and other.settings and other.bytes <= room:
             found.setdefault(other.settings, (other, changed))
-    first = replace(candidate(settled(config, shape, device_bytes)), settings=())
+    first = replace(candidate(own), settings=())
     ordered = sorted(found.values(), key=lambda each: _order(each[0]))
     others = (other for other, changed in ordered if allowed(changed))
     return [first, *itertools.islice(others, most - 1)]

@@ -104,6 +104,22 @@ def test_what_the_run_could_not_start_with_is_left_out() -> None:
     assert all(dict(each.settings)["megatron.tp"] > 1 for each in allowed[1:])
 
 
+@pytest.mark.parametrize(("gib", "megatron"), [(80, {}), (141, {}), (141, {"ep": 8}), (30, {"tp": 2})])
+def test_what_auto_chooses_for_the_config_itself_is_not_measured_twice(
+    gib: int, megatron: dict[str, int]
+) -> None:
+    shape, device = SHAPES["Qwen3-30B-A3B"], gib * GIB
+    config = config_of("megatron")
+    config = config.model_copy(
+        update={"megatron": config.megatron.model_copy(update=megatron | {"recompute": "auto"})}
+    )
+    own = settled(config, shape, device)
+    tree = yaml.safe_load(dump_config(config))
+    for candidate in candidates(config, shape, device, 100)[1:]:
+        changed = settled(Config.model_validate(_with(tree, candidate.overrides)), shape, device)
+        assert (changed.train, changed.megatron) != (own.train, own.megatron)
+
+
 def test_a_small_model_is_tried_without_recomputation_first() -> None:
     best = candidates(config_of("fsdp"), SHAPES["Llama-3.1-8B"], 139 * GIB, 12)[1]
     assert dict(best.settings)["train.gradient_checkpointing"] is False
