@@ -14,7 +14,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from orhpc.launch.slurm import scheduler
 from orhpc.models.folders import has_hub_token, hub_cache
 from orhpc.models.hub import offline_variable
 from orhpc.plan.layout import CUBLAS_AT_ONCE
+from orhpc.process.driver_gpus import driver_gpus
 
 _LEAST_FILES = 4096
 _LEAST_SHM = 8 << 30
@@ -268,45 +268,31 @@ def _is_installed(package: str) -> bool:
 
 def _gpus(config: Config | None) -> Iterator[Finding]:
     wanted = config is not None and config.placement.device == "cuda" and "SLURM_JOB_ID" in os.environ
-    rows = _gpu_rows()
-    if not rows:
+    found = driver_gpus()
+    if not found:
         yield Finding("BAD" if wanted else "--", "GPUs", "none here (nvidia-smi shows none)")
         return
-    name, memory, driver, capability = rows[0]
-    yield Finding("ok", "GPUs", f"{len(rows)} x {name}, {int(memory) / 1024:.1f} GiB, driver {driver}")
-    if float(capability) < _HOPPER:
+    gpu = found[0]
+    size = f"{gpu.memory_mib / 1024:.1f} GiB"
+    yield Finding("ok", "GPUs", f"{len(found)} x {gpu.name}, {size}, driver {gpu.driver}")
+    if float(gpu.capability) < _HOPPER:
         yield Finding(
-            "--", "FP8", f"compute capability {capability}: precision: fp8 and fp8-rollout need 9.0"
+            "--", "FP8", f"compute capability {gpu.capability}: precision: fp8 and fp8-rollout need 9.0"
         )
     if (cuda := _cuda_of_torch()) is None:
         if _is_installed("torch"):
             yield Finding(
                 "BAD", "torch", "is a build without CUDA: install it from an index with CUDA builds"
             )
-    elif (oldest := _DRIVER_OF_CUDA.get(int(cuda.split(".")[0]), 0)) > int(driver.split(".")[0]):
-        yield Finding("BAD", "driver", f"{driver} is older than {oldest}, which torch's CUDA {cuda} needs")
+    elif (oldest := _DRIVER_OF_CUDA.get(int(cuda.split(".")[0]), 0)) > int(gpu.driver.split(".")[0]):
+        line = f"{gpu.driver} is older than {oldest}, which torch's CUDA {cuda} needs"
+        yield Finding("BAD", "driver", line)
     else:
-        yield Finding("ok", "CUDA", f"torch's {cuda} and driver {driver}")
+        yield Finding("ok", "CUDA", f"torch's {cuda} and driver {gpu.driver}")
     compilers = {name: shutil.which(name) for name in ("nvcc", "gcc", "ninja")}
     if missing := [name for name, path in compilers.items() if path is None]:
         line = f"{', '.join(missing)} not on PATH, for kernels compiled at first use (module load cuda)"
         yield Finding("--", "compilers", line)
-
-
-def _gpu_rows() -> list[list[str]]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,driver_version,compute_cap",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    return [row for row in rows if len(row) == 4 and row[1].isdigit()]
 
 
 def _cuda_of_torch() -> str | None:

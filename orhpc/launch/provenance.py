@@ -20,6 +20,7 @@ from typing import Any
 from orhpc.config import Config
 from orhpc.errors import ModelError
 from orhpc.models.folders import find_model
+from orhpc.process.driver_gpus import driver_gpus
 from orhpc.process.secrets import redact
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.origin import PROVENANCE, origin_of_load, origin_of_model, provenance
@@ -79,15 +80,11 @@ def _origin(run: RunDir, config: Config) -> dict[str, Any] | None:
 
 
 def gpus() -> list[dict[str, str]] | None:
-    """Names, memory and driver of this machine's GPUs, by nvidia-smi; None without it."""
-    fields = ("name", "memory.total", "driver_version")
-    output = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
-    if output is None:
-        return None
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
-    return [
-        dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows if len(row) == len(fields)
+    """Names, memory and driver of this machine's GPUs, by nvidia-smi; None without any."""
+    found = [
+        {"name": gpu.name, "memory": f"{gpu.memory_mib} MiB", "driver": gpu.driver} for gpu in driver_gpus()
     ]
+    return found or None
 
 
 def _version(package: str) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 from orhpc.config import Config
 from orhpc.launch.checks.fit import KNOWN_DEVICES, gres_type
 from orhpc.plan.speeds import CARDS
+from orhpc.process.driver_gpus import driver_gpus
 
 _CLOSE = 0.03
 """Share by which a given memory may differ from a card's."""
@@ -48,12 +47,5 @@ def _kind(name: str) -> str | None:
 
 def _driver_name() -> str | None:
     """Name of this machine's GPUs, from their driver; None without a GPU, or with different ones."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    names = {line.strip() for line in answer.stdout.splitlines() if line.strip()}
-    return names.pop() if answer.returncode == 0 and len(names) == 1 else None
+    names = {gpu.name for gpu in driver_gpus()}
+    return names.pop() if len(names) == 1 else None

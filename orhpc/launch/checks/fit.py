@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -31,6 +30,7 @@ from orhpc.plan.run_plan import (
     make_plan,
     sync_bytes,
 )
+from orhpc.process.driver_gpus import driver_gpus
 
 KNOWN_DEVICES = {
     "gh200": 95.0,
@@ -70,15 +70,8 @@ def device_memory(config: Config) -> DeviceMemory:
 
 def _driver_gib() -> float | None:
     """Memory in GiB of this machine's smallest GPU, from its driver; None without a GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
-    return min(sizes) / 1024 if answer.returncode == 0 and sizes else None
+    found = driver_gpus()
+    return min(gpu.memory_mib for gpu in found) / 1024 if found else None
 
 
 def gres_type(partition: str | None) -> str | None:

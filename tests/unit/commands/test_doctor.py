@@ -18,6 +18,7 @@ from orhpc.commands.doctor import examine
 from orhpc.commands.files import packaged
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
+from orhpc.process import driver_gpus
 from tests.programs import write_program
 
 ROOT = Path(__file__).parents[3]
@@ -38,6 +39,7 @@ def found(*arguments: str) -> dict[str, str]:
 
 def gpu(folder: Path, driver: str, capability: str = "9.0", memory: int = 81559) -> None:
     write_program(folder, "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {memory}, {driver}, {capability}'")
+    driver_gpus._listed_by.cache_clear()  # a process asks once
 
 
 def test_a_cpu_config_needs_nothing_more_on_a_machine_without_gpus() -> None:

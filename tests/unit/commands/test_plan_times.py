@@ -212,7 +212,7 @@ def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **answers: str) -> N
 def test_the_driver_names_the_gpu_unless_the_user_names_its_memory(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs(tmp_path / "bin", monkeypatch, nvidia_smi="NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n")
+    programs(tmp_path / "bin", monkeypatch, nvidia_smi="NVIDIA H100 80GB HBM3, 81559, 580.1, 9.0\\n" * 2)
     config = config_of(words)
     assert (card := card_of(config, 79.6, given=False)).name == "h100"
     assert card.source == "nvidia-smi"
@@ -226,9 +226,10 @@ def test_other_and_mixed_gpus_are_not_taken_for_known_ones(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(words)
-    programs(tmp_path / "one", monkeypatch, nvidia_smi="NVIDIA RTX 6000 Ada Generation\\n")
+    programs(tmp_path / "one", monkeypatch, nvidia_smi="NVIDIA RTX 6000 Ada Generation, 49140, 580.1, 8.9\\n")
     assert card_of(config, 48.0, given=False).name == "nvidia rtx 6000 ada generation"
-    programs(tmp_path / "two", monkeypatch, nvidia_smi="NVIDIA H100\\nNVIDIA A100\\n", sinfo="gpu:a100:4\\n")
+    mixed = "NVIDIA H100, 81559, 580.1, 9.0\\nNVIDIA A100, 81920, 580.1, 8.0\\n"
+    programs(tmp_path / "two", monkeypatch, nvidia_smi=mixed, sinfo="gpu:a100:4\\n")
     assert card_of(config, 48.0, given=False).name == "a100"
 
 

@@ -238,7 +238,8 @@ def test_device_memory_is_derived_from_a_partition_s_gres(
 
 def test_the_driver_and_the_config_take_precedence_over_slurm(commands: Path, tmp_path: Path) -> None:
     write_program(commands, "sinfo", "echo gpu:h100:8")
-    write_program(commands, "nvidia-smi", "echo 143771; echo 143771")
+    smallest, other = ("NVIDIA H200, 143771, 580.1, 9.0", "NVIDIA H200, 143780, 580.1, 9.0")
+    write_program(commands, "nvidia-smi", f"echo '{other}'; echo '{smallest}'")
     assert fit.device_memory(config_of(tmp_path, QWEN_14_HEADS)).gib == pytest.approx(140.4, abs=0.1)
     own = config_of(tmp_path, QWEN_14_HEADS, placement={"device_memory_gib": 24})
     assert fit.device_memory(own) == fit.DeviceMemory(24, "placement.device_memory_gib", known=True)

@@ -113,7 +113,7 @@ def test_a_start_needs_neither_a_repository_nor_git(
 
 
 def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.159"
+    line = "NVIDIA H100 80GB HBM3, 81559, 580.159, 9.0"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
