@@ -176,14 +176,15 @@ def _outside(run: RunPlan) -> list[str]:
         "pipelines": layout.pp > 1,
         "context parallelism": layout.cp > 1,
         f"trainer TP {layout.tp}": layout.tp > 2,
-        f"engine TP {run.tp}": run.tp > 2 and bool(run.placement.engines),
+        f"engine TP {run.tp}": run.tp > 4 and bool(run.placement.engines),
         "mixed placement": config.placement.mode == "mixed",
         "several updates a step": config.train.steps_per_rollout > 1,
         "a reference model": run.demand.reference,
         "overlapped all-to-alls": config.megatron.overlap_moe_expert_parallel_comm,
-        "engine.direct_loading": config.engine.direct_loading,
+        "engine.direct_loading without engine.sync_own_experts": (
+            config.engine.direct_loading and not config.engine.sync_own_experts
+        ),
         "engine.delta_sync": config.engine.delta_sync,
-        "engine.sync_own_experts": config.engine.sync_own_experts,
     }
     return [aspect for aspect, there in aspects.items() if there]
 
