@@ -80,6 +80,8 @@ def case_rows(outcome: Mapping[str, Any], events: Sequence[Event], steps: Sequen
         rows.append(("start to ready, s", starts))
     if parts := next((e["phases"] for e in events if e["event"] == "ready" and "phases" in e), None):
         rows.append(("of the first, s", ", ".join(f"{name} {took:.0f}" for name, took in parts.items())))
+    if parts := next((e["engine_start"] for e in events if e.get("engine_start")), None):
+        rows.append(("of its engine, s", ", ".join(f"{name} {took:.0f}" for name, took in parts.items())))
     if steps:
         warm = _warm(steps)
         rows += _phases(warm) + _rates(outcome, warm) + _weights(warm) + _memory(outcome, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 from orhpc.driver.bring_up import bring_up
 from orhpc.driver.loop import publish, train
@@ -14,6 +15,7 @@ from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.driver.tuning import tune
 from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, StopRequested
+from orhpc.rollout.engines.start_log import start_phases
 from orhpc.rundir.events import has_begun
 from orhpc.train.checkpoint.copy_files import CopyId
 
@@ -61,10 +63,17 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
             **runtime.trainers.info,
             seconds=phases.total,
             phases=phases.seconds,
+            engine_start=await asyncio.to_thread(_slowest_engine_start, run.folder),
         )
         await _train_and_commit(run, runtime, saver)
     finally:
         await _close(run, runtime)
+
+
+def _slowest_engine_start(attempt: Path) -> dict[str, float]:
+    """The phases of the engine whose start took longest; empty if no log has a start."""
+    starts = [start_phases(log) for log in attempt.glob("engine_[0-9]*.log")]
+    return max(starts, key=lambda phases: sum(phases.values()), default={})
 
 
 async def _bring_up(run: Run, token_limit: int | None, phases: Phases) -> tuple[Runtime, Start]:

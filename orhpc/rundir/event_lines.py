@@ -59,7 +59,9 @@ def line_of(event: Event) -> str | None:
     if kind == "bring_up":
         return f"starting from {start_of(event)}{lowered_budget(event)}"
     if kind == "ready":
-        took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in event["phases"].items())
+        took = _seconds(event["phases"])
+        if slowest := event.get("engine_start"):
+            took += f"; in the slowest engine: {_seconds(slowest)}"
         about = f"{event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}"
         return f"ready after {event['seconds']:.0f} s ({took}): {about}"
     if kind == "token_budget_raised":
@@ -72,6 +74,10 @@ def line_of(event: Event) -> str | None:
     if kind in ("finished", "stopped"):
         return f"{kind} after step {event['step']}"
     return None
+
+
+def _seconds(phases: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
 
 
 def start_of(event: Event) -> str:

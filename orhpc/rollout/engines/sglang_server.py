@@ -37,6 +37,7 @@ from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
+from orhpc.rollout.engines.start_log import BEGIN
 
 _WATCH_S = 1.0
 _SAFE_STARLETTE = Version("1.0.1")
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.info(BEGIN)
     try:
         own, arguments = split_arguments(arguments)
         key = read_engine_key(own.api_key_file)
