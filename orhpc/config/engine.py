@@ -20,6 +20,8 @@ OWN_OPTIONS: dict[str, str] = {
     "admin_api_key": "the run's key",
     "config": "engine.extra",
     "custom_weight_loader": "engine.direct_loading",
+    "max_running_requests": "engine.max_running",
+    "pp_max_micro_batch_size": "engine.max_running",
     "tp": "engine.tp",
     "tp_size": "engine.tp",
     "tensor_parallel_size": "engine.tp",

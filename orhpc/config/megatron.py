@@ -71,7 +71,7 @@ class MegatronSettings(Section):
     gradients_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are summed over micro-batches and over ranks. ``bfloat16`` saves 2 bytes
     per parameter on every rank that holds it, and halves what the reduction sends; each sum is rounded to 8
-    significant bits. It needs CUDA."""
+    significant bits. It needs CUDA, and an optimizer that is all on the device or all in host memory."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig, by their names."""
 
@@ -133,9 +133,16 @@ class MegatronSettings(Section):
 
     def gradient_problems(self, dtype: str) -> list[str]:
         """List the settings that gradients in bfloat16 cannot be combined with."""
-        if self.gradients_dtype == "bfloat16" and dtype != "bfloat16":
-            return [f"megatron.gradients_dtype: bfloat16 needs model.dtype: bfloat16, not {dtype}"]
-        return []
+        if self.gradients_dtype == "float32":
+            return []
+        wanted = f"megatron.gradients_dtype: {self.gradients_dtype}"
+        found: list[str] = []
+        if 0 < self.offload_optimizer < 1:
+            # megatron-core's optimizer does not wait until it has converted the device's part to float32.
+            found.append(f"{wanted}: megatron.offload_optimizer must be 0 or 1, not {self.offload_optimizer}")
+        if dtype != "bfloat16":
+            found.append(f"{wanted} needs model.dtype: bfloat16, not {dtype}")
+        return found
 
     def moment_problems(self, adam_beta2: float, dtype: str) -> list[str]:
         """List the settings that moments in bfloat16 cannot be combined with."""

@@ -121,8 +121,8 @@ def _budgets(config: Config) -> Iterator[Config]:
     samples = max(1, train.global_batch_size // config.data_ranks)
     whole = samples * config.rollout.max_total_tokens if train.dynamic_batch else samples
     for factor in BUDGETS:
-        size = int(own * factor)
-        if factor == 1 or 1 <= size < 2 * whole:
+        size = own if factor == 1 else min(int(own * factor), whole)
+        if size >= 1:
             changed = train.model_copy(update={name: size})
             yield config.model_copy(update={"train": changed})
 

@@ -24,7 +24,7 @@ class DriverGpu:
 
 
 def driver_gpus() -> tuple[DriverGpu, ...]:
-    """Return the GPUs that ``nvidia-smi`` lists; none without it, or if it fails.
+    """Return the GPUs that ``nvidia-smi`` lists, without those that have failed; none without it.
 
     It is asked once: the answer takes seconds where no process keeps the driver loaded.
     """
@@ -38,8 +38,6 @@ def _listed_by(program: str) -> tuple[DriverGpu, ...]:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    if answer.returncode != 0:
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
     return tuple(

@@ -255,7 +255,9 @@ METRICS: dict[str, Metric] = {
     "sync_bytes": Metric("perf", "bytes of one copy of the weights that were sent", "bytes"),
     "sync_seconds_total": Metric("perf", "duration of the weight sync", "s"),
     "sync_seconds_gather": Metric("perf", "of that: gathering parameters", "s"),
-    "sync_seconds_copy": Metric("perf", "of gathering: waiting until the device has copied them", "s"),
+    "sync_seconds_copy": Metric(
+        "perf", "of gathering: waiting until the device has copied the parameters", "s"
+    ),
     "sync_seconds_engines": Metric(
         "perf", "of that: waiting for engines, not counting time of gathering", "s"
     ),

@@ -24,7 +24,10 @@ _SIGNS = (
     "not enough memory",
 )
 """Parts of the texts, in lower case."""
-_OTHER_NCCL_FAILURES = ("ncclsystemerror", "ncclremoteerror", "system error", "remote process exited")
+_OTHER_NCCL_FAILURES = (
+    *("ncclsystemerror", "ncclremoteerror", "ncclinternalerror", "ncclinvalidusage", "ncclinvalidargument"),
+    *("system error", "remote process exited"),
+)
 """Kinds of NCCL's failures that are not of CUDA.  What follows as "Last error" may be older than the failure:
 NCCL keeps the last warning of the process, which after a recovery from a lack of memory names memory."""
 _CUDA_FAILURE = re.compile(r"cuda failure (\d+)")

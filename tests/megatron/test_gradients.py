@@ -76,12 +76,19 @@ def test_training_with_half_of_the_gradients_bytes(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said"),
-    [("float32", "megatron.gradients_dtype: bfloat16 needs model.dtype"), ("bfloat16", None)],
+    ("dtype", "offloaded", "said"),
+    [
+        ("float32", 0.0, "megatron.gradients_dtype: bfloat16 needs model.dtype"),
+        ("bfloat16", 0.5, "megatron.offload_optimizer must be 0 or 1, not 0.5"),
+        ("bfloat16", 0.0, None),
+        ("bfloat16", 1.0, None),
+    ],
 )
-def test_gradients_in_bfloat16_need_a_model_in_bfloat16(dtype: str, said: str | None) -> None:
+def test_what_gradients_in_bfloat16_cannot_be_had_with(
+    dtype: str, offloaded: float, said: str | None
+) -> None:
     raw = make_config(train={"backend": "megatron"}, dtype=dtype).model_dump(mode="json")
-    raw["megatron"] |= BFLOAT16
+    raw["megatron"] |= BFLOAT16 | {"offload_optimizer": offloaded}
     if said is None:
         assert Config.model_validate(raw).megatron.gradient_bytes == 2
         return

@@ -27,7 +27,7 @@ from orhpc.train.memory_errors import exhausted_memory
 
 POLL_S = 0.2
 CAUSE_S = 5.0
-"""How long the cause of a failed collective may come later than what it causes in other actors."""
+"""How much later than the failures of collectives with an actor its error, their cause, may arrive."""
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
 """What Ray says of a call's argument that a dead actor should have made."""
 

@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.info(BEGIN)
     try:
         own, arguments = split_arguments(arguments)
+        if own.listen_fd is not None:  # a part of a run, whose log is read
+            logging.info(BEGIN)
         key = read_engine_key(own.api_key_file)
         listener = None if own.listen_fd is None else inherited_socket(own.listen_fd)
         end_with_parent()

@@ -3,37 +3,58 @@
 NCCL allocates buffers when a group, or a kind of collective in it, is first used: in the middle of the first
 update, where torch's allocator may hold all memory that is left.  NCCL then fails with "Failed to CUDA
 calloc", because torch does not give back its cache for it.
+
+Interleaved pipeline stages (``megatron.vpp`` > 1) send to each neighbor through a communicator of the two,
+which torch opens in the first update; these are not opened here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_BYTES = 64 << 20
-"""Of each collective: NCCL opens all channels between two ranks only for large ones."""
+_ELEMENTS = 16 << 20
+"""Of each collective, in float32: NCCL opens all channels between two ranks only for large ones."""
 
 
-def open_communicators(device: torch.device, nbytes: int = _BYTES) -> int:
+def _reduce(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    dist.all_reduce(whole, group=group)
+    dist.all_reduce(part[:2], group=group)  # small ones take other paths
+
+
+def _gather(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    dist.all_gather_into_tensor(whole, part, group=group)
+
+
+def _scatter(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    dist.reduce_scatter_tensor(part, whole, group=group)
+
+
+def _exchange(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
+
+Way = Callable[[Tensor, Tensor, ProcessGroup], None]
+
+
+def open_communicators(device: torch.device, elements: int = _ELEMENTS) -> int:
     """Use every group of the trainer once in each way that a step uses it (collective).
 
     Returns the number of groups.  Groups of one rank have no communicator.
     """
     opened = 0
-    for group in _groups():
+    for group, ways in _uses():
         ranks = dist.get_world_size(group)
-        whole = torch.zeros(nbytes // ranks * ranks, dtype=torch.uint8, device=device)
-        part = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
-        dist.all_reduce(whole, group=group)
-        dist.all_reduce(part[:8], group=group)
-        dist.all_gather_into_tensor(whole, part, group=group)
-        dist.reduce_scatter_tensor(part, whole, group=group)
-        dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+        part = torch.zeros(max(2, elements // ranks), device=device)
+        whole = torch.zeros(ranks * len(part), device=device)
+        for way in ways:
+            way(whole, part, group)
         opened += 1
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -41,21 +62,29 @@ def open_communicators(device: torch.device, nbytes: int = _BYTES) -> int:
     return opened
 
 
-def _groups() -> Iterator[ProcessGroup]:
-    """Yield this rank's groups of more than one rank, in the same order on all ranks."""
-    found: list[Any] = [
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-        parallel_state.get_expert_tensor_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_expert_data_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_model_parallel_group(),
-        parallel_state.get_intra_distributed_optimizer_instance_group(),
+def _uses() -> Iterator[tuple[ProcessGroup, tuple[Way, ...]]]:
+    """Yield this rank's groups of more than one rank and their uses, in the same order on all ranks."""
+    state: Any = parallel_state
+    found: list[tuple[Any, tuple[Way, ...]]] = [
+        (state.get_tensor_model_parallel_group(), (_reduce, _gather, _scatter)),
+        (state.get_context_parallel_group(), (_reduce, _gather, _scatter, _exchange)),
+        (state.get_data_parallel_group(with_context_parallel=True), (_reduce, _gather, _scatter)),
+        (state.get_expert_model_parallel_group(), (_exchange,)),
+        (state.get_expert_tensor_parallel_group(), (_reduce, _gather, _scatter)),
+        (state.get_expert_tensor_and_model_parallel_group(), (_gather,)),  # tokens of each expert
+        (state.get_expert_data_parallel_group(), (_reduce, _gather, _scatter)),
+        (state.get_pipeline_model_parallel_group(), (_exchange,)),  # sends between stages
+        (state.get_model_parallel_group(), (_reduce,)),  # the gradient's norm
+        (state.get_expert_tensor_model_pipeline_parallel_group(), (_reduce,)),
+        (state.get_intra_distributed_optimizer_instance_group(), (_reduce,)),
     ]
-    seen: set[int] = set()
-    for group in found:
-        if id(group) not in seen and dist.get_world_size(group) > 1:
-            seen.add(id(group))
-            yield group
+    if state.is_rank_in_embedding_group(ignore_virtual=True):
+        found.append((state.get_embedding_group(), (_reduce,)))
+    groups: dict[int, ProcessGroup] = {}
+    uses: dict[int, dict[Way, None]] = {}  # the same group may have several purposes
+    for group, ways in found:
+        if group is not None and dist.get_world_size(group) > 1:
+            groups[id(group)] = group
+            uses.setdefault(id(group), {}).update(dict.fromkeys(ways))
+    for key, group in groups.items():
+        yield group, tuple(uses[key])

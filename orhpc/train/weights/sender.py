@@ -62,7 +62,7 @@ class BucketStage:
         """Copy a bucket's tensors, in any order, into the slot of its turn: uint8 ``[bytes of the bucket]``.
 
         ``tensors`` is consumed, even on failure, because other ranks take part in producing them.
-        Raises WeightSyncFailed when they differ from ``spec``, OutOfMemory.
+        Raises WeightSyncFailed when they differ from ``spec``, and OutOfMemory without room for the bucket.
         """
         started = time.perf_counter()
         stream = iter(tensors)
@@ -164,7 +164,7 @@ class WeightSender:
 
         It matches SGLang's receivers: a TCP store, prefixed with the group's name, and a
         non-default group over it.  ``listener``: a socket already bound to that address.  Raises
-        WeightSyncFailed after ``timeout_s``, OutOfMemory.
+        WeightSyncFailed after ``timeout_s``, and OutOfMemory without room for the group's buffers.
         """
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
@@ -281,7 +281,7 @@ class _InOrder:
 class failing_as(AbstractContextManager[None]):
     """Converts errors of the communication library into WeightSyncFailed, of memory into OutOfMemory.
 
-    To repeat a sync does not help against a lack of memory; the trainers free theirs when they recover.
+    Repeating a sync does not help against a lack of memory; the trainers free theirs when they recover.
     """
 
     def __init__(self, what: str) -> None:

@@ -32,7 +32,6 @@ def test_every_gpu_is_listed_and_the_driver_is_asked_once(
     "script",
     [
         "echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9",
-        f"echo '{H100}'; exit 15",  # one GPU has fallen off the bus
         "echo 'No devices were found'",
         "echo 'NVIDIA GB10, [N/A], 580.1, 12.1'",  # memory shared with the host
     ],
@@ -42,6 +41,14 @@ def test_a_failure_and_devices_without_memory_of_theirs_are_no_gpus(
 ) -> None:
     answers(tmp_path, monkeypatch, script)
     assert driver_gpus() == ()
+
+
+def test_a_gpu_that_has_fallen_off_the_bus_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = "Unable to determine the device handle for GPU0000:4E:00.0: Unknown Error"
+    answers(tmp_path, monkeypatch, f"echo '{H100}'; echo '{lost}'; exit 15")
+    assert [gpu.name for gpu in driver_gpus()] == ["NVIDIA H100 80GB HBM3"]
 
 
 def test_a_machine_without_nvidia_smi_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

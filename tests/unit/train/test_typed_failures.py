@@ -24,6 +24,8 @@ KINDS = {
         "unhandled system error",
         "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
     ),
+    "internal": ("internal error", "ncclInternalError: Internal check failed."),
+    "usage": ("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."),
     "remote": (
         "remote process exited or there was a network error",
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
@@ -71,6 +73,8 @@ COMMUNICATION = [
     nccl_error("cuda", "Cuda failure 700 'an illegal memory access was encountered'"),
     nccl_error("system", "Error while creating shared memory segment /dev/shm/nccl-a (size 33030528)"),
     nccl_error("system", "Call to ibv_reg_mr failed with error Cannot allocate memory"),
+    nccl_error("internal", "Failed to CUDA calloc 8 bytes"),  # of an earlier failure, as below
+    nccl_error("usage", "Failed to CUDA calloc 8 bytes"),
     nccl_error("remote", "socketProgress: Connection closed by remote peer node-b<51159>"),
     # NCCL keeps the last warning of the process, here of a failure from which the run has recovered.
     nccl_error("remote", "Failed to CUDA calloc 10485760 bytes"),
