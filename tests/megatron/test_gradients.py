@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from orhpc.config import Config
-from orhpc.errors import ConfigError
 from orhpc.models import read_shape
 from orhpc.plan.layout import trainer_layout
 from orhpc.plan.memory import rank_memory, trainer_demand
@@ -94,23 +93,3 @@ def test_what_gradients_in_bfloat16_cannot_be_had_with(
         return
     with pytest.raises(ValueError, match=said):
         Config.model_validate(raw)
-
-
-def _without_transformer_engine(rank: int, world: int, port: int, folder: str) -> str:
-    from tests.megatron import shim
-
-    shim.install()
-    config = case_config(Case("qwen3-moe", BFLOAT16, TRAIN, dtype="bfloat16"), world)
-    trainer = TrainerRank(config, folder, rank, world, 1)
-    trainer.connect("127.0.0.1", port, 60)
-    with pytest.raises(ConfigError) as caught:
-        trainer.build()
-    trainer.close()
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_gradients_in_bfloat16_without_transformer_engine_are_one_clear_line(tmp_path: Path) -> None:
-    save_model(tmp_path, "qwen3-moe")
-    (said,) = run_ranks(_without_transformer_engine, 1, str(tmp_path))
-    assert said == "megatron.gradients_dtype: bfloat16 needs TransformerEngine, which is not installed"

@@ -138,11 +138,11 @@ def test_a_second_moment_in_bfloat16_decays_with_every_beta2_that_is_allowed() -
     assert bool((still == values).all())
 
 
-def _without_transformer_engine(rank: int, world: int, port: int, folder: str) -> str:
+def _without_transformer_engine(rank: int, world: int, port: int, folder: str, setting: str) -> str:
     from tests.megatron import shim
 
     shim.install()
-    config = case_config(Case("qwen3-moe", BFLOAT16, TRAIN, dtype="bfloat16"), world)
+    config = case_config(Case("qwen3-moe", {setting: "bfloat16"}, TRAIN, dtype="bfloat16"), world)
     trainer = TrainerRank(config, folder, rank, world, 1)
     trainer.connect("127.0.0.1", port, 60)
     with pytest.raises(ConfigError) as caught:
@@ -152,7 +152,8 @@ def _without_transformer_engine(rank: int, world: int, port: int, folder: str) -
 
 
 @pytest.mark.slow
-def test_moments_in_bfloat16_without_transformer_engine_are_one_clear_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["moments_dtype", "gradients_dtype"])
+def test_without_transformer_engine_both_are_one_clear_line(tmp_path: Path, setting: str) -> None:
     save_model(tmp_path, "qwen3-moe")
-    (said,) = run_ranks(_without_transformer_engine, 1, str(tmp_path))
-    assert said == "megatron.moments_dtype: bfloat16 needs TransformerEngine, which is not installed"
+    (said,) = run_ranks(_without_transformer_engine, 1, str(tmp_path), setting)
+    assert said == f"megatron.{setting}: bfloat16 needs TransformerEngine, which is not installed"
