@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -125,7 +124,8 @@ def test_code_in_a_folder_that_others_can_write_to_is_not_run(
 def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
     """A terminal sends it to both processes."""
     child = (
-        "import time\ntry:\n    time.sleep(20)\nexcept KeyboardInterrupt:\n    print('stopped', flush=True)"
+        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(20)\n"
+        "except KeyboardInterrupt:\n    print('stopped', flush=True)"
     )
     parent = (
         "import sys\nfrom orhpc.commands.programs import run_program\n"
@@ -134,7 +134,8 @@ def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as both:
-        time.sleep(3)
+        assert both.stdout is not None
+        assert both.stdout.readline() == "begun\n"
         os.killpg(both.pid, signal.SIGINT)
         output, _ = both.communicate(timeout=60)
     assert output == "stopped\ncode 0\n"
