@@ -36,10 +36,8 @@ QUANTIZED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
 RESERVED_BYTES = 3 * GIB
 """Device memory of a process not used by tensors: the CUDA context, communication buffers, fragmentation."""
 ENGINE_ASLEEP_BYTES = 7 * GIB
-"""What a sleeping engine keeps of a device: context, CUDA graphs, communicators.
-
-Measured: 8 GB with a model of 135 M parameters on an H100, 7.2 GB at TP 2 with one of 30 B on H200s.
-"""
+"""What a sleeping engine keeps of a device: context, CUDA graphs, communicators.  Measured: 8 GB with a model
+of 135 M parameters on an H100, 7.2 GB at TP 2 with one of 30 B on H200s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +197,7 @@ def critic_parameters(shape: ModelShape) -> int:
 
 
 def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
-    """One pipeline stage with megatron-core's distributed optimizer: gradient sums on every rank, master
-    weights and moments divided over the ranks that hold the same part."""
+    """One stage with megatron-core's distributed optimizer, which divides master weights and moments."""
     layers = stage_layers(shape, layout.pp, demand.vpp)[stage]
     last = stage == layout.pp - 1
     own = _held(shape, layout, demand, stage)

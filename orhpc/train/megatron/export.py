@@ -125,13 +125,14 @@ class Exporter:
         exchange = ExpertExchange(
             self._held, self._settings, self._mapping.shape.experts, self._dtype, blocks
         )
-        tensors = list(self._from_exchange(exchange, names)) if exchange.sends_nothing else None
-        if tensors is None:
-            yield from self._from_exchange(exchange, names)
-            return
-        if all(self._is_held(tensor) for _, tensor in tensors):
-            self._own[tuple(names), blocks] = tensors
-        yield from tensors
+        tensors = self._from_exchange(exchange, names)
+        if exchange.sends_nothing:
+            own = list(tensors)
+            if all(self._is_held(tensor) for _, tensor in own):
+                self._own[tuple(names), blocks] = own
+            yield from own
+        else:
+            yield from tensors
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of this rank's weights, which have the same memory in every sync."""

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints to Megatron-core parameters and back, bit for bit.
 
     mapping = HfMapping(shape, naming, tp=4, etp=1)
-    for name, tensor in mapping.load(checkpoint, part, tp_rank=1): ...       # one rank's parameters
-    mapping.split(name, whole)                                               # back, under HF names
+    for name, target, index in mapping.own(part, tp_rank=1):     # one rank's parameters
+        target.fill(parameters[name], checkpoint, index)
+    mapping.split(name, whole)                                   # back, under HF names
 
 Every Megatron parameter is a sequence of pieces of checkpoint tensors, joined along one dimension and divided
 into equal parts by tensor parallelism (:class:`Target`).  Loading reads only the pieces of a
@@ -73,13 +74,8 @@ class Target:
         size[self.dim] //= self.ways
         return tuple(size)
 
-    def part(self, source: Source, index: int) -> Tensor:
-        """Read part ``index``, and nothing else of the checkpoint."""
-        found = [values for _, values in self.read(source, index)]
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
-
     def fill(self, part: Tensor, source: Source, index: int) -> None:
-        """Read part ``index`` into a tensor of :meth:`local_shape`, without joining the pieces before.
+        """Read part ``index``, and nothing else of the checkpoint, into a tensor of :meth:`local_shape`.
 
         Raises ModelError if a piece has another shape.
         """
@@ -254,13 +250,6 @@ class HfMapping:
         ]
 
     # --- from a checkpoint --------------------------------------------------------------------
-
-    def load(
-        self, source: Source, part: ModelPart, *, tp_rank: int = 0, etp_rank: int = 0
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield one rank's parameters under the names of its own model chunk, one at a time."""
-        for name, target, rank in self.own(part, tp_rank=tp_rank, etp_rank=etp_rank):
-            yield name, target.part(source, rank)
 
     def own(
         self, part: ModelPart, *, tp_rank: int = 0, etp_rank: int = 0
