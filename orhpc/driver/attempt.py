@@ -65,6 +65,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
             phases=phases.seconds,
             engine_start=await asyncio.to_thread(_slowest_engine_start, run.folder),
         )
+        await saver.after_start()
         await _train_and_commit(run, runtime, saver)
     finally:
         await _close(run, runtime)

@@ -77,13 +77,27 @@ class Saver:
         self._problem = ""
         """Why the last commit failed."""
 
+    async def after_start(self) -> None:
+        """Begin a save of the state from which the attempt starts, if one was due since the newest commit.
+
+        A state that came from the nodes' memory may be newer than the newest commit: the save that was due
+        had not ended when the last attempt failed.
+        """
+        interval = self._settings.save_interval
+        newest = self._parent.step if self._parent else 0
+        if interval is not None and self.state.step // interval > newest // interval:
+            await self._begin(self.state)
+
     async def after_step(self) -> None:
         """Finalize a finished save, and begin a new one if it is due."""
         state = self.state
         await self.poll()
         interval = self._settings.save_interval
-        if interval is not None and state.step % interval == 0:
-            await self._begin(state)
+        if interval is None or state.step % interval or self.state_is_committed:
+            return
+        if self._pending is not None and self._pending.state.step == state.step:
+            return  # begun again after the trainers were restarted during this step's sync
+        await self._begin(state)
 
     async def begin_again(self) -> None:
         """Begin a save of the current state if one was pending: the ranks that wrote it were restarted."""

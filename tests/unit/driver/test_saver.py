@@ -13,7 +13,7 @@ from orhpc.config import CheckpointSettings
 from orhpc.driver.saver import Saver
 from orhpc.driver.state import State
 from orhpc.errors import CheckpointError, StorageRefused
-from orhpc.rundir import RunDir
+from orhpc.rundir import CommitName, RunDir
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.storage import StorageRetry
 
@@ -29,10 +29,11 @@ def make_saver(
     alert: Callable[[str], object] = print,
     storage: StorageRetry = WAIT,
     before_commit: Callable[[], None] = lambda: None,
+    parent: CommitName | None = None,
 ) -> Saver:
-    """A saver of the first attempt, before the first commit."""
+    """A saver of the first attempt; ``parent``: the newest commit."""
     return Saver(
-        rundir, 1, settings, trainers, events, storage, parent=None, state=state, alert=alert,
+        rundir, 1, settings, trainers, events, storage, parent=parent, state=state, alert=alert,
         before_commit=before_commit,
     )  # fmt: skip
 
@@ -44,14 +45,16 @@ class Trainers:
         self.begun = 0
         self.failing = failing
         """Number of the save that fails."""
+        self.written: tuple[Any, ...] | None = ()
+        """The files of a save; None: they are not on disk yet."""
 
     async def save_begin(self, folder: Path) -> None:
         self.begun += 1
         if self.begun == self.failing:
             raise CheckpointError("no memory")
 
-    async def save_poll(self) -> tuple[Any, ...]:
-        return ()
+    async def save_poll(self) -> tuple[Any, ...] | None:
+        return self.written
 
     async def finish_save(self, timeout_s: float) -> tuple[Any, ...]:
         return ()
@@ -130,6 +133,66 @@ def test_a_save_that_restarted_ranks_were_writing_is_begun_again(tmp_path: Path)
     asyncio.run(steps())
     assert [(e["event"], e["step"]) for e in read_events(rundir.events)] == [("commit", 3)]
     assert [path.name for path in rundir.checkpoints.iterdir()] == ["step_3.a001"]
+
+
+@pytest.mark.parametrize("durable", [True, False], ids=["durable", "being written"])
+def test_a_step_is_saved_once_if_the_trainers_were_restarted_during_its_sync(
+    tmp_path: Path, durable: bool
+) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    trainers: Any = Trainers()
+    events = EventLog(rundir.events, attempt=1)
+
+    async def steps() -> None:
+        saver = make_saver(rundir, CheckpointSettings(save_interval=1), trainers, events, State())
+        saver.state = State(step=1)
+        await saver.after_step()
+        saver.state = State(step=2)
+        await saver.begin_again()
+        if not durable:
+            trainers.written = None
+        await saver.after_step()
+        trainers.written = ()
+        saver.state = State(step=3)
+        await saver.after_step()
+        await saver.finish()
+
+    asyncio.run(steps())
+    assert [(e["event"], e["step"]) for e in read_events(rundir.events)] == [("commit", 2), ("commit", 3)]
+    assert trainers.begun == 3
+
+
+@pytest.mark.parametrize(
+    ("newest", "step", "interval", "begun"),
+    [
+        (None, 0, 1, 0),
+        (4, 4, 1, 0),
+        (4, 5, 1, 1),
+        (4, 5, 2, 0),
+        (4, 7, 2, 1),
+        (None, 7, 10, 0),
+        (4, 7, None, 0),
+    ],
+)
+def test_a_commit_that_was_due_before_a_restart_from_memory_is_begun_at_the_start(
+    tmp_path: Path, newest: int | None, step: int, interval: int | None, begun: int
+) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    trainers: Any = Trainers()
+    events = EventLog(rundir.events, attempt=1)
+    parent = None if newest is None else CommitName(newest, 1)
+
+    async def start() -> None:
+        settings = CheckpointSettings(save_interval=interval)
+        saver = make_saver(rundir, settings, trainers, events, State(step=step), parent=parent)
+        await saver.after_start()
+        await saver.poll()
+
+    asyncio.run(start())
+    made = [(e["step"], e["name"]) for e in read_events(rundir.events)]
+    assert made == [(step, f"step_{step}.a001")] * begun
 
 
 def test_no_commit_is_begun_before_the_ledger_of_prompt_groups_is_written(tmp_path: Path) -> None:
