@@ -80,7 +80,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
                 run,
                 runtime,
                 state,
-                lambda held: publish(run, runtime, held.step),
+                lambda held: run.unless_stopped(publish(run, runtime, held.step)),
                 during="sync",
                 restarted=saver.begin_again,
             )
@@ -260,8 +260,8 @@ async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:
     if not runtime.workers:
         return
     step, phases = saver.state.step, Phases()
-    (groups, metrics), _ = await runtime.while_serving(
-        lambda: run.unless_stopped(evaluation.evaluate(run.config, runtime.workers))
+    groups, metrics = await runtime.evaluate(
+        run.unless_stopped(evaluation.evaluate(run.config, runtime.workers))
     )
     for line in dict.fromkeys(line for group in groups for line in group.notices):
         run.notice(line)

@@ -20,7 +20,7 @@ from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.fleet.weight_sync import WeightSync
 from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start
-from orhpc.errors import RayLost, WeightSyncFailed
+from orhpc.errors import EngineUnavailable, RayLost, WeightSyncFailed
 from orhpc.launch.model import model_folder
 from orhpc.process.access import folder_mode
 from orhpc.rollout.producer import Producer, StepGroups
@@ -33,6 +33,8 @@ from orhpc.types import PromptGroup
 log = logging.getLogger(__name__)
 
 _WATCH_S = 2.0
+_STARTS_PER_PHASE = 2
+"""How often all engines may be started again while one step's rollouts are collected."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,8 @@ class Runtime:
     """Whether the engines still have to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
     _reported_down: set[int] = field(default_factory=set)
     """Engines whose end has been reported since they were last restarted."""
+    _published: int = 0
+    """The policy version that the engines serve."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the engines; returns metrics such as ``sync_bytes``.
@@ -94,15 +98,22 @@ class Runtime:
             await self.engines.resume_weights()
             report = await sync.send(version)
         await self.engines.continue_generation()
+        self._published = version
         await self.workers.published(version)
         if continuing:
             await self.workers.resume()
         return report | ({"sync_seconds_shed": max(released)} if released else {})
 
     async def _restart_failed_engines(self) -> None:
+        """Let engines that are down take part in the sync that follows; the trainers are awake."""
         assert self.engines is not None
         began = time.monotonic()
-        await self._watch_engines()
+        await self._note_ended_engines()
+        if self.engines.needs_shared_devices:
+            await self.trainers.sleep()
+            self.engines.begin_restarts()
+            await self.engines.await_shared()
+            await self.trainers.wake()
         restarted = await self.engines.restart_failed()
         for index in restarted:
             log.error("engine %d had failed and was restarted", index)
@@ -128,18 +139,26 @@ class Runtime:
         """Collect the groups of the next step; returns them and the metrics of :meth:`while_serving`.
 
         Raises:
-            EngineUnavailable: no engine is left.
+            InfraError: no engine is up, and they could not be restarted.
             WorkerFails: a worker died too often.
             StopRequested: ``stop`` became true.
         """
         return await self.while_serving(lambda: self._watched(self.producer.collect(version, stop)))
 
     async def _watched(self, work: Coroutine[Any, Any, A]) -> A:
-        """Await work while checking the engines, and forward the producer's notices."""
-        waiting = asyncio.ensure_future(work)
+        """Await work while checking the engines, and forward the producer's notices.
+
+        If no engine is up, all are restarted and get the published weights; requests wait for them.
+        """
+        waiting, starts = asyncio.ensure_future(work), 0
         try:
             while not (await asyncio.wait([waiting], timeout=_WATCH_S))[0]:
                 await self._watch_engines()
+                if self.engines is not None and self.engines.none_serves:
+                    starts += 1
+                    if starts > _STARTS_PER_PHASE:
+                        raise EngineUnavailable(f"all engines have ended {starts} times; see their logs")
+                    await self._serve_again(waiting)
                 self.workers.raise_failure()
                 self._forward_notices()
             return await waiting
@@ -148,19 +167,53 @@ class Runtime:
             self._forward_notices()
 
     async def _watch_engines(self) -> None:
-        """Raises EngineUnavailable if no engine is left; reports and restarts each that has ended."""
-        if self.engines is None:
-            return
+        """Report and restart each engine that has ended; trainers on their devices are asleep."""
+        if self.engines is not None and await self._note_ended_engines():
+            self.engines.begin_restarts()
+
+    async def _note_ended_engines(self) -> bool:
+        """Report engines that have ended; returns whether there is a new one."""
+        assert self.engines is not None
         await self.engines.watch()
         new = set(self.engines.down) - self._reported_down
         if new:
             self._reported_down |= new
             self.report("engines_ended", engines=sorted(new))
-            self.engines.begin_restarts()
+        return bool(new)
+
+    async def _serve_again(self, waiting: asyncio.Future[Any]) -> None:
+        """Let engines serve again of which none is up, unless ``waiting`` fails first, as by a stop."""
+        starting = asyncio.ensure_future(self._restart_all_engines())
+        try:
+            await asyncio.wait([waiting, starting], return_when=asyncio.FIRST_COMPLETED)
+            if not (waiting.done() and (waiting.cancelled() or waiting.exception())):
+                await starting
+        finally:
+            starting.cancel()
+
+    async def _restart_all_engines(self) -> None:
+        """Wait until all engines have started again, and send them the published weights.
+
+        Raises:
+            InfraError: an engine does not start, a trainer is lost, or the sync fails.
+        """
+        assert self.engines is not None
+        log.error("no engine is up; the rollouts wait until all have started again")
+        await self.engines.await_all()
+        if self.engines.shared:
+            await self.trainers.wake()
+        await self.publish(self._published)
+        if self.engines.shared:
+            await self.trainers.sleep()
+            await self.engines.resume_serving()
 
     def _forward_notices(self) -> None:
         for line in self.producer.notices:
             self.notice(line)
+
+    async def evaluate(self, work: Coroutine[Any, Any, A]) -> A:
+        """Do an evaluation's work while the engines serve, as :meth:`collect`."""
+        return (await self.while_serving(lambda: self._watched(work)))[0]
 
     async def while_serving(self, work: Callable[[], Awaitable[A]]) -> tuple[A, dict[str, float]]:
         """Do work while the engines serve; on shared devices the trainers are offloaded during it.

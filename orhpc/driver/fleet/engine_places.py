@@ -1,4 +1,4 @@
-"""Where each engine runs: its ports, the actors of its processes, and how it receives weights."""
+"""Where each engine runs: its ports, its processes' actors and limits, and how it receives weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
 from orhpc.config.engine import SYNC_BUCKETS
-from orhpc.driver.fleet.actors import call, spawn
+from orhpc.driver.fleet.actors import call, call_all, spawn
+from orhpc.errors import RayLost
 from orhpc.plan.placement import EnginePlace, Placement
 from orhpc.process.ports import free_ports
 from orhpc.rollout.engines.process import EngineProcess
@@ -126,3 +127,17 @@ def _maps_memory(config: Config, ranks: int) -> bool:
         return engine.sync in ("auto", "ipc")
     room = shutil.disk_usage(SHARED_MEMORY).free
     return room >= SYNC_BUCKETS * ranks * engine.sync_bucket_mb << 20
+
+
+async def lowered_limits(engine: Engine) -> tuple[int, float] | None:
+    """If an engine's processes ran out of memory, lower its limits for the next start.
+
+    Returns the new ``engine.max_running`` and ``engine.memory_fraction``; None: they did not.
+    """
+    try:
+        ended = await call_all([h.ran_out_of_memory.remote() for h in engine.hosts], "engine log", 30.0)
+        if not any(ended):
+            return None
+        return (await call_all([h.lower_limits.remote() for h in engine.hosts], "engine limits", 30.0))[0]
+    except RayLost:
+        return None  # a new actor starts it with the limits of the config

@@ -16,7 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
 from orhpc.driver.fleet.actors import call, call_all, spawn
-from orhpc.driver.fleet.engine_places import Engine, engine_at, ports_of_engines, transports
+from orhpc.driver.fleet.engine_places import (
+    Engine,
+    engine_at,
+    lowered_limits,
+    ports_of_engines,
+    transports,
+)
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError, OrhpcError, RayLost
 from orhpc.models import vocabulary_of
 from orhpc.plan.placement import Placement
@@ -94,6 +100,16 @@ class Engines:
         return sorted(self.urls.index(url) for url in self.pool.down())
 
     @property
+    def none_serves(self) -> bool:
+        """Whether no engine is up: rollouts wait."""
+        return len(self.down) == len(self.urls)
+
+    @property
+    def needs_shared_devices(self) -> bool:
+        """Whether an engine that is down and not yet starting needs memory that trainers may use."""
+        return any(self._engines[i].place.shared for i in self.down if i not in self._starting)
+
+    @property
     def by_broadcast(self) -> dict[str, int]:
         """First rank in the broadcast group of the engines that are up and receive broadcasts, by URL."""
         down = self.pool.down()
@@ -150,16 +166,11 @@ class Engines:
         """Check whether every server's processes are alive; dead engines receive no more calls.
 
         Returns their indices.  The remaining engines take over their requests.
-
-        Raises:
-            EngineUnavailable: no engine is left.
         """
         alive = await asyncio.gather(*(self._alive(e) for e in self._engines))
         dead = [i for i, ok in enumerate(alive) if not ok]
         for index in dead:
             self.pool.mark_down(self.urls[index], f"engine {index}: the process has ended")
-        if len(dead) == len(alive):
-            raise EngineUnavailable(f"all {len(dead)} engines have ended; see their logs")
         return dead
 
     async def _check_health(self) -> None:
@@ -209,14 +220,20 @@ class Engines:
         """Restart an engine; on shared devices it then releases their memory for the trainers."""
         began, index = time.monotonic(), self._engines.index(engine)
         await self._stop(engine)
-        if (limits := await _lowered(engine)) is not None:
+        if (limits := await lowered_limits(engine)) is not None:
             self.lowered[index] = limits
         await self._bring_up([engine])
         if engine.place.shared:
             client = self.pool.client(engine.url)
+            # Like the others, it keeps requests waiting until it serves.
+            await _changed(client, lambda c: c.pause_generation("abort"))
             await _changed(client, lambda c: c.release_memory_occupation(SLEEP_TAGS))
             self._without_weights.add(engine.url)
         self.restart_seconds[index] = time.monotonic() - began
+
+    async def await_all(self) -> None:
+        """Wait until every restart has ended."""
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)  # as below
 
     async def await_shared(self) -> None:
         """Wait for restarts of engines on shared devices, before the trainers take their memory again."""
@@ -333,20 +350,15 @@ class Engines:
         """Call these engines to change their state, if they are up.
 
         The state of an engine that fails is undefined, so it is stopped: the others take over its requests,
-        and :meth:`restart_failed` restarts it before the next sync.
-
-        Raises:
-            InfraError: no engine is left.
+        or wait if there is none, and :meth:`restart_failed` restarts it before the next sync.
         """
         before = self.pool.down().keys()
         try:
-            await self.pool.each(lambda client: _changed(client, what), urls)
+            await self.pool.each(lambda client: _changed(client, what), [u for u in urls if u not in before])
         except InfraError as error:
-            down = self.pool.down().keys()
-            if len(down) == len(self.urls):
-                raise
             log.error("%s; the run continues without this engine until the next sync", error)
-            await asyncio.gather(*(self._stop(self._engines[self.urls.index(url)]) for url in down - before))
+            failed = self.pool.down().keys() - before
+            await asyncio.gather(*(self._stop(self._engines[self.urls.index(url)]) for url in failed))
 
     async def _stop(self, engine: Engine, within_s: float = 10.0) -> None:
         """Stop an engine's servers; their actors keep the ports, unless one of them does not answer.
@@ -385,14 +397,3 @@ async def _changed(client: EngineClient, what: Callable[[EngineClient], Awaitabl
         await what(client)
     except ConfigError as error:  # not of the user's, which would end the run
         raise EngineUnavailable(str(error)) from error
-
-
-async def _lowered(engine: Engine) -> tuple[int, float] | None:
-    """If an engine's processes ran out of memory: lower its limits for the next start, and return them."""
-    try:
-        ended = await call_all([h.ran_out_of_memory.remote() for h in engine.hosts], "engine log", 30.0)
-        if not any(ended):
-            return None
-        return (await call_all([h.lower_limits.remote() for h in engine.hosts], "engine limits", 30.0))[0]
-    except RayLost:
-        return None  # a new actor starts it with the limits of the config

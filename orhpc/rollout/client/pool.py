@@ -154,6 +154,7 @@ class EnginePool(EngineCalls):
         Engines that do not pause within ``timeout_s`` are left to those who wait for them.
         """
         self._aborting = True
+        self._came_up.set()
         self.resume()
         with contextlib.suppress(InfraError, TimeoutError):
             await asyncio.wait_for(self.pause_generation(), timeout_s)
@@ -176,6 +177,8 @@ class EnginePool(EngineCalls):
                 rid = f"{rid}-direct"
         for attempt in range(self._retries + 1):
             member = await self._choose(affinity, failure)
+            if member is None:
+                return aborted(len(prompt_ids), self.published_version or 0)
             expected = self.published_version
             tokens = len(prompt_ids) + self._expected_tokens
             member.load += tokens
@@ -230,7 +233,8 @@ class EnginePool(EngineCalls):
             )
         return replace(generation, version=expected)
 
-    async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> Member:
+    async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> Member | None:
+        """The engine for a request, once one is up; None if all generations are aborted before."""
         end = time.monotonic() + self._recovery_s
         while True:
             member = self._affinity.get(affinity)
@@ -240,6 +244,8 @@ class EnginePool(EngineCalls):
             if member is not None:
                 self._remember(affinity, member)
                 return member
+            if self._aborting:
+                return None
             self._came_up.clear()
             try:
                 await asyncio.wait_for(self._came_up.wait(), max(0.0, end - time.monotonic()))

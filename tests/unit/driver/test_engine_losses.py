@@ -146,14 +146,19 @@ def test_an_engine_that_refuses_a_control_call_is_restarted_like_one_that_fails(
     asyncio.run(run())
 
 
-def test_without_a_remaining_engine_the_run_restarts_its_parts(servers: list[Server]) -> None:
+def test_engines_that_all_fail_are_stopped_and_wait_for_their_restart(servers: list[Server]) -> None:
     async def run() -> None:
         engines = engines_at(servers, {})
         for server in servers:
             server.fails_at = "/resume_memory_occupation"
-        with pytest.raises(EngineUnavailable, match="resume_memory_occupation"):
-            await engines.resume_serving()
-        assert engines.ended == []
+        assert not (engines.none_serves or engines.needs_shared_devices)
+        await engines.resume_serving()
+        assert sorted(engines.ended) == sorted(engines.urls)
+        assert engines.none_serves and engines.needs_shared_devices
+        for server in servers:
+            server.calls.clear()
+        await engines.release()
+        assert [call for server in servers for call in server.calls] == []
         await engines.close()
 
     asyncio.run(run())
@@ -215,7 +220,7 @@ def test_an_engine_that_is_down_is_restarted_even_if_its_process_is_alive(server
         assert hosts[1].reports == ["alive", "alive", "ran_out_of_memory", "start", "wait_ready"]
         assert hosts[0].reports == ["alive", "alive"]
         assert not engines.pool.down()
-        assert servers[1].calls == ["/release_memory_occupation"]
+        assert servers[1].calls == ["/pause_generation", "/release_memory_occupation"]
         await engines.pool.close()
 
     asyncio.run(work())
@@ -380,9 +385,9 @@ def test_an_engine_on_shared_devices_frees_their_memory_before_the_trainers_wake
         host.ready.set()
         await waiting  # the start has failed, and is tried again when the weights follow
         assert await engines.restart_failed() == [1]
-        assert servers[1].calls == ["/release_memory_occupation"]
+        assert servers[1].calls == ["/pause_generation", "/release_memory_occupation"]
         await engines.resume_weights()
-        assert servers[1].calls[1:] == ["/resume_memory_occupation"]
+        assert servers[1].calls[2:] == ["/resume_memory_occupation"]
         assert host.reports.count("start") == 2
 
     with_hosts(servers, {}, host, work)

@@ -99,6 +99,9 @@ class Run:
 
     def raise_if_stopped(self) -> None: ...
 
+    async def unless_stopped(self, work: Awaitable[Any]) -> Any:
+        return await work
+
     async def require_newest(self) -> None: ...
 
     def report_step(self) -> None:

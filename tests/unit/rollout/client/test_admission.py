@@ -111,12 +111,16 @@ def test_workers_together_keep_the_engines_full(engines: int, running: int, expe
     assert max_in_flight(config, engines, workers=4) == expected
 
 
-def test_a_request_that_waits_at_a_stop_is_answered_as_aborted() -> None:
+@pytest.mark.parametrize("waits_for", ["resume", "engine"])
+def test_a_request_that_waits_at_a_stop_is_answered_as_aborted(waits_for: str) -> None:
     async def run() -> Generation:
         async with EnginePool(
             ["http://127.0.0.1:1"], key="k", request_timeout_s=5, max_in_flight=2, probes=False
         ) as pool:
-            pool.pause()
+            if waits_for == "resume":
+                pool.pause()
+            else:
+                pool.mark_down("http://127.0.0.1:1", "it has ended")
             waiting = asyncio.ensure_future(
                 pool.generate([1, 2, 3], Sampling(max_new_tokens=4), rid="r", affinity="a")
             )

@@ -1,0 +1,205 @@
+"""If no engine is up, the rollouts wait: the engines are restarted and get the published weights again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orhpc.config.files import load_config
+from orhpc.driver import runtime
+from orhpc.driver.runtime import Runtime
+from orhpc.errors import EngineUnavailable, InfraError, StopRequested
+from orhpc.rundir import RunDir
+
+SHARED, DEDICATED = ["http://a"], ["http://b"]
+
+
+class Calls:
+    """Records the names of the methods that are called."""
+
+    def __init__(self, who: str, calls: list[str]) -> None:
+        self._who, self._calls = who, calls
+
+    def __getattr__(self, name: str) -> Any:
+        async def method(*_: Any) -> list[Any]:
+            self._calls.append(f"{self._who} {name}")
+            return []
+
+        return method
+
+
+class Workers(Calls):
+    def raise_failure(self) -> None: ...
+
+
+class Engines(Calls):
+    """One engine; ``ends`` times it is found to have ended."""
+
+    def __init__(self, calls: list[str], *, shared: bool, ends: int = 1) -> None:
+        super().__init__("engines", calls)
+        self.shared, self.dedicated = (SHARED, []) if shared else ([], DEDICATED)
+        self.ends, self.is_down, self.starting = ends, False, False
+        self.pool = self
+        self.lowered: dict[int, tuple[int, float]] = {}
+        self.restart_seconds = {0: 1.0}
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    @property
+    def down(self) -> Any:
+        """As of the engines: indices; called, as of their pool: URLs and reasons."""
+        return Down([0] if self.is_down else [])
+
+    @property
+    def none_serves(self) -> bool:
+        return self.is_down
+
+    @property
+    def needs_shared_devices(self) -> bool:
+        return bool(self.shared) and self.is_down and not self.starting
+
+    async def watch(self) -> list[int]:
+        if self.ends and not self.is_down:
+            self.ends, self.is_down = self.ends - 1, True
+        return self.down
+
+    def begin_restarts(self) -> None:
+        self._calls.append("engines begin_restarts")
+        self.starting = True
+
+    async def await_all(self) -> None:
+        await self.may_start.wait()
+        self._calls.append("engines await_all")
+
+    async def restart_failed(self) -> list[int]:
+        self._calls.append("engines restart_failed")
+        was_down, self.is_down, self.starting = self.is_down, False, False
+        return [0] if was_down else []
+
+
+class Down(list[int]):
+    def __call__(self) -> list[int]:
+        return self
+
+
+def made(monkeypatch: pytest.MonkeyPatch, calls: list[str], engines: Engines) -> Runtime:
+    """A run whose sync only notes its version, and whose engines are watched all the time."""
+
+    class Sync:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def send(self, version: int) -> dict[str, float]:
+            calls.append(f"sync {version}")
+            return {}
+
+    monkeypatch.setattr(runtime, "WeightSync", Sync)
+    monkeypatch.setattr(runtime, "_WATCH_S", 0.01)
+    trainers: Any = Calls("trainers", calls)
+    workers: Any = Workers("workers", calls)
+    producer: Any = SimpleNamespace(notices=[])
+    own: Any = engines
+    unused: Any = None
+
+    def report(*_: Any, **__: Any) -> None: ...
+
+    found = Runtime(
+        load_config("configs/tiny.yaml", []), RunDir(Path("x")), trainers, own, workers, producer, print,
+        unused, unused, unused, report,
+    )  # fmt: skip
+    found._published = 7
+    return found
+
+
+def watched(found: Runtime, work: Callable[[], Awaitable[str]]) -> str:
+    async def run() -> str:
+        return await asyncio.wait_for(found._watched(work()), 10)  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "dedicated"])
+def test_rollouts_wait_until_the_engines_have_the_published_weights_again(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    calls: list[str] = []
+    engines = Engines(calls, shared=shared)
+
+    async def rollouts() -> str:
+        while engines.ends or engines.is_down:
+            await asyncio.sleep(0.01)
+        return "done"
+
+    assert watched(made(monkeypatch, calls, engines), rollouts) == "done"
+    noted = ("trainers", "sync", "start", "serving", "await")
+    relevant = [call for call in calls if any(word in call for word in noted)]
+    started = ["engines begin_restarts", "engines await_all"]
+    if shared:
+        assert relevant == [
+            *started, "trainers wake", "engines restart_failed", "trainers all", "sync 7", "trainers sleep",
+            "engines resume_serving",
+        ]  # fmt: skip
+    else:
+        assert relevant == [*started, "engines restart_failed", "sync 7"]
+    assert calls.index("sync 7") < calls.index("workers published")
+
+
+def test_a_stop_does_not_wait_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    engines = Engines(calls, shared=True)
+    engines.may_start.clear()
+
+    async def rollouts() -> str:
+        while not engines.starting:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        raise StopRequested("the stop file appeared")
+
+    with pytest.raises(StopRequested):
+        watched(made(monkeypatch, calls, engines), rollouts)
+    assert "trainers wake" not in calls
+
+
+def test_engines_that_end_again_and_again_restart_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    engines = Engines(calls, shared=True, ends=100)
+
+    async def rollouts() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    with pytest.raises(EngineUnavailable, match="3 times"):
+        watched(made(monkeypatch, calls, engines), rollouts)
+    assert calls.count("sync 7") == 2
+
+
+def test_an_engine_that_does_not_start_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Failing(Engines):
+        async def restart_failed(self) -> list[int]:
+            raise EngineUnavailable("engine 0 ended while starting")
+
+    async def rollouts() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    with pytest.raises(InfraError, match="while starting"):
+        watched(made(monkeypatch, calls, Failing(calls, shared=True)), rollouts)
+
+
+def test_an_engine_lost_asleep_starts_while_the_trainers_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At its start it allocates all its memory, for which the trainers leave no room while they are awake."""
+    calls: list[str] = []
+    asyncio.run(made(monkeypatch, calls, Engines(calls, shared=True)).publish(8))
+    assert calls[:5] == [
+        "trainers sleep", "engines begin_restarts", "engines await_shared", "trainers wake",
+        "engines restart_failed",
+    ]  # fmt: skip
+    assert "sync 8" in calls
