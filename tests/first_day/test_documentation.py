@@ -14,7 +14,7 @@ import pytest
 from tests.docs.test_docs import PAGES
 from tests.first_day.conftest import ROOT, Stranger
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # all commands of all pages, after an installation
 NOT_RUN = {
     "pip install": "the fixture `programs` installs the wheel",
     "orhpc-env": "the same",

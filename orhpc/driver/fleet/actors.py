@@ -79,24 +79,25 @@ async def call_all(
 ) -> list[Any]:
     """Await calls to several actors; the first failure is raised at once, as by :func:`call`.
 
-    Only an InfraError waits, up to :data:`CAUSE_S`, for an OutOfMemory of another actor, which replaces it:
-    when one has run out of memory, the others see a collective with it fail, and may report that first.
+    Only an InfraError waits, up to :data:`CAUSE_S`, for an OutOfMemory or RayLost of another actor, which
+    replaces it: when one has run out of memory or died, the others see a collective with it fail, and may
+    report that first.
     """
     calls = [asyncio.ensure_future(call(r, f"{what} {i}", timeout_s)) for i, r in enumerate(references)]
     try:
         return list(await asyncio.gather(*calls))
     except InfraError as error:
         if not isinstance(error, RayLost):
-            await _raise_lack_of_memory(calls)
+            await _raise_cause(calls)
         raise
 
 
-async def _raise_lack_of_memory(calls: Sequence[asyncio.Future[Any]]) -> None:
-    """Raise the first OutOfMemory of these calls; returns when all have ended, or after :data:`CAUSE_S`."""
+async def _raise_cause(calls: Sequence[asyncio.Future[Any]]) -> None:
+    """Raise an OutOfMemory or RayLost of these calls; returns once all have ended, or after ``CAUSE_S``."""
     end = time.monotonic() + CAUSE_S
     while True:
         for ended in [c for c in calls if c.done() and not c.cancelled()]:
-            if isinstance(error := ended.exception(), OutOfMemory):
+            if isinstance(error := ended.exception(), OutOfMemory | RayLost):
                 raise error
         pending = [c for c in calls if not c.done()]
         left = end - time.monotonic()
