@@ -4,18 +4,23 @@ Half the token budget cannot help a sample that is alone in its micro-batch.  Su
 more with the memory emptied, because the allocator may have been fragmented or another process may have used
 the GPU.  If it fails again, the step is made without the samples that are at least as long: losing them is
 better than ending the run, and the user is told what to change.
+
+A weight sync has no micro-batches: it is repeated once with the memory emptied.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
 from orhpc.config import Config
 from orhpc.driver.state import State
 from orhpc.errors import OutOfMemory, policy_of
 
 log = logging.getLogger("orhpc.driver")
+Phase = Literal["update", "sync"]
+"""What the trainers do when they fail."""
 _TRIES = policy_of(OutOfMemory).budget
 """How often the budget is halved, and how often samples are left out, within one step."""
 
@@ -33,15 +38,18 @@ class SampleLimit:
 
 
 class MemoryTries:
-    """Counts the failures of one piece of work."""
+    """Counts the failures of one update or weight sync."""
 
-    def __init__(self, config: Config, limit: SampleLimit | None) -> None:
-        self._config, self._limit = config, limit
-        self._halved = self._dropped = 0
+    def __init__(self, config: Config, limit: SampleLimit | None, *, during: Phase = "update") -> None:
+        self._config, self._limit, self._during = config, limit, during
+        self._repeated = self._halved = self._dropped = 0
         self._failed_alone = False
 
     def smaller(self, state: State, error: OutOfMemory) -> State | None:
         """The state with which to repeat the work; None if nothing is left to change."""
+        if self._during == "sync":
+            self._repeated += 1
+            return state if self._repeated == 1 else None
         if error.alone is not None and self._limit is not None:
             if not self._failed_alone:
                 self._failed_alone = True

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from orhpc.driver.memory_tries import MemoryTries, SampleLimit
+from orhpc.driver.memory_tries import MemoryTries, Phase, SampleLimit
 from orhpc.driver.resume import restore
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
@@ -36,7 +36,7 @@ async def repeat_after_failure(
     state: State,
     work: Callable[[State], Awaitable[T]],
     *,
-    during: str,
+    during: Phase,
     restarted: Callable[[], Awaitable[None]],
     limit: SampleLimit | None = None,
 ) -> tuple[T, State]:
@@ -46,8 +46,8 @@ async def repeat_after_failure(
         run: the attempt.
         runtime: its parts.
         state: that the trainers hold.
-        work: gets the state, whose token budget is lower each time the trainers have run out of memory.
-        during: phase of the step, for the event.
+        work: gets the state, whose token budget is lower each time an update has run out of memory.
+        during: phase of the step.
         restarted: is called when the trainers have lost what they did in the background.
         limit: what ``work`` may leave out of the step to need less memory; None: nothing.
 
@@ -56,7 +56,7 @@ async def repeat_after_failure(
     Raises:
         OrhpcError: what ``work`` raised, if the trainers cannot be brought back or fail again.
     """
-    failures, tries = 0, MemoryTries(run.config, limit)
+    failures, tries = 0, MemoryTries(run.config, limit, during=during)
     while True:
         try:
             return await work(state), state
@@ -84,7 +84,7 @@ async def _recover(
     runtime: Runtime,
     state: State,
     error: OrhpcError,
-    during: str,
+    during: Phase,
 ) -> bool:
     """Bring the trainers back to the state after ``state.step`` in their processes; return the success."""
     log.error("%s: %s; recovering in place", type(error).__name__, error)
@@ -97,10 +97,18 @@ async def _recover(
     seconds = time.monotonic() - began
     _report(run, "out_of_memory_recovered", state, error, during, seconds, {"restored": restored})
     run.notice(
-        f"the trainers ran out of memory, recovered in place in {seconds:.1f} s and repeat step "
-        f"{state.step + 1} with {state.max_tokens} tokens per micro-batch: {error}"
+        f"the trainers ran out of memory, recovered in place in {seconds:.1f} s and repeat "
+        f"{_repeated(state, error, during)}: {error}"
     )
     return True
+
+
+def _repeated(state: State, error: OrhpcError, during: Phase) -> str:
+    """What is repeated after a failure, in words."""
+    if during == "sync":
+        return f"the weight sync after step {state.step}"
+    less = f" with {state.max_tokens} tokens per micro-batch" if isinstance(error, OutOfMemory) else ""
+    return f"step {state.step + 1}{less}"
 
 
 async def _recovered(run: Run, runtime: Runtime, step: int) -> bool:
@@ -117,7 +125,7 @@ async def _recovered(run: Run, runtime: Runtime, step: int) -> bool:
     return not whole
 
 
-async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, during: str) -> bool:
+async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, during: Phase) -> bool:
     """Start the trainers again with the state after ``state.step``; return whether that was possible."""
     log.error("%s: %s; restarting the trainers", type(error).__name__, error)
     began = time.monotonic()
@@ -128,10 +136,8 @@ async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, 
         return False
     seconds = time.monotonic() - began
     _report(run, "trainers_restarted", state, error, during, seconds, {})
-    less = f" with {state.max_tokens} tokens per micro-batch" if isinstance(error, OutOfMemory) else ""
-    run.notice(
-        f"the trainers were restarted in {seconds:.0f} s and repeat step {state.step + 1}{less}: {error}"
-    )
+    repeated = _repeated(state, error, during)
+    run.notice(f"the trainers were restarted in {seconds:.0f} s and repeat {repeated}: {error}")
     return True
 
 

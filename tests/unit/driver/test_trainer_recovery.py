@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from orhpc.driver.memory_tries import SampleLimit
+from orhpc.driver.memory_tries import Phase, SampleLimit
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.state import State
@@ -95,6 +95,7 @@ def repeated(
     *,
     engines: Engines | None = None,
     limit: SampleLimit | None = None,
+    during: Phase = "update",
 ) -> tuple[list[int], State]:
     """Work that fails in these ways, then succeeds; returns the budgets that it got, and the last state."""
     runtime: Any = SimpleNamespace(
@@ -113,7 +114,7 @@ def repeated(
         trainers.calls.append("restarted")
 
     asyncio.run(run.copies.begin(cast(Any, trainers), STATE.step))
-    again = repeat_after_failure(run, runtime, STATE, work, during="update", restarted=restarted, limit=limit)
+    again = repeat_after_failure(run, runtime, STATE, work, during=during, restarted=restarted, limit=limit)
     result, state = asyncio.run(again)
     assert result == "metrics"
     return budgets, state
@@ -138,6 +139,18 @@ def test_out_of_memory_halves_the_budget_as_often_as_the_policy_allows(run: Run)
     assert "125 tokens per micro-batch instead of train.max_tokens_per_gpu 1000" in lowered_budget(event)
     with pytest.raises(OutOfMemory):
         repeated(run, trainers, [error] * 4)
+
+
+def test_a_sync_without_memory_is_repeated_once_and_leaves_the_budget(run: Run) -> None:
+    """Smaller micro-batches would not help it, and cost speed until the budget is raised again."""
+    trainers, error = Trainers({5}, recovered=IN_PLACE), OutOfMemory("CUDA out of memory")
+    assert repeated(run, trainers, [error], during="sync") == ([1000, 1000], STATE)
+    assert trainers.calls == ["recover"]
+    event, notice = read_events(run.rundir.events)
+    assert (event["during"], event["max_tokens"]) == ("sync", 1000)
+    assert "repeat the weight sync after step 5: " in notice["reason"]
+    with pytest.raises(OutOfMemory):
+        repeated(run, trainers, [error, error], during="sync")
 
 
 IN_PLACE = True
