@@ -138,7 +138,7 @@ class _Clock:
     _committing: float = 0.0
     """Seconds of commits in the current interval."""
     _restarting: dict[str, float] = field(default_factory=dict)
-    """Seconds of the trainers' recoveries and restarts in the current interval, by phase of the step."""
+    """Seconds that recoveries and restarts of trainers and engines delayed a step, by its phase."""
 
     def pass_event(self, event: Event, *, counts: bool) -> None:
         """Account for the time up to an event; ``counts``: whether it is a step that counts."""
@@ -150,8 +150,10 @@ class _Clock:
         elif kind == "commit":
             began = max(time - event.get("seconds", 0.0), self._now or 0.0)
             self._committing += max(0.0, time - began)
-        elif kind in ("trainers_restarted", "out_of_memory_recovered"):
-            during, seconds = event.get("during", "update"), event.get("seconds", 0.0)
+        elif kind in ("trainers_restarted", "out_of_memory_recovered", "engines_restarted"):
+            engines = kind == "engines_restarted"
+            seconds = event.get("waited" if engines else "seconds", 0.0)  # other engines go on meanwhile
+            during = event.get("during", "sync" if engines else "update")
             self._restarting[during] = self._restarting.get(during, 0.0) + seconds
         elif kind == "step" and counts:
             self._spend(time, self._parts_of(event))

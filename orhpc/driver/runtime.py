@@ -61,6 +61,8 @@ class Runtime:
     """Engines whose end has been reported since they were last restarted."""
     _published: int = 0
     """The policy version that the engines serve."""
+    _none_served_since: float | None = None
+    """Since when the rollouts have waited for engines, of which none is up."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the engines; returns metrics such as ``sync_bytes``.
@@ -107,7 +109,8 @@ class Runtime:
     async def _restart_failed_engines(self) -> None:
         """Let engines that are down take part in the sync that follows; the trainers are awake."""
         assert self.engines is not None
-        began = time.monotonic()
+        during = "sync" if self._none_served_since is None else "rollout"
+        began = self._none_served_since or time.monotonic()
         await self._note_ended_engines()
         if self.engines.needs_shared_devices:
             await self.trainers.sleep()
@@ -121,7 +124,7 @@ class Runtime:
             self._reported_down.difference_update(restarted)
             waited = time.monotonic() - began
             seconds = max(self.engines.restart_seconds[index] for index in restarted)
-            self.report("engines_restarted", engines=restarted, seconds=seconds, waited=waited)
+            self.report("engines_restarted", engines=restarted, seconds=seconds, during=during, waited=waited)
         self._report_lowered()
 
     def _report_lowered(self) -> None:
@@ -199,10 +202,14 @@ class Runtime:
         """
         assert self.engines is not None
         log.error("no engine is up; the rollouts wait until all have started again")
-        await self.engines.await_all()
-        if self.engines.shared:
-            await self.trainers.wake()
-        await self.publish(self._published)
+        self._none_served_since = time.monotonic()
+        try:
+            await self.engines.await_all()
+            if self.engines.shared:
+                await self.trainers.wake()
+            await self.publish(self._published)
+        finally:
+            self._none_served_since = None
         if self.engines.shared:
             await self.trainers.sleep()
             await self.engines.resume_serving()

@@ -52,6 +52,10 @@ class Simulation:
         self.spend(goodput.OTHER, 0.5)
         before = dict(self.truth)
         phases = {"rollout": self.spend(goodput.TRAINING), "update": self.spend(goodput.TRAINING)}
+        if self.random.random() < 0.2:  # all engines end: the rollouts wait for them
+            waited = self.spend(goodput.STARTS)
+            self.say("engines_restarted", during="rollout", seconds=waited / 2, waited=waited)
+            phases["rollout"] += waited
         if self.random.random() < 0.2:  # a trainer dies: the update is repeated by restarted ones
             seconds = self.spend(goodput.STARTS)
             self.say("trainers_restarted", during="update", seconds=seconds)
@@ -62,6 +66,8 @@ class Simulation:
             seconds = self.spend(goodput.STARTS)
             self.say("trainers_restarted", during="sync", seconds=seconds)
             phases["sync"] += seconds
+        if self.random.random() < 0.2:  # one engine ends: the others generate while it starts
+            self.say("engines_restarted", during="sync", seconds=5.0, waited=0.0)
         phases["checkpoint"] = self.spend(goodput.COMMITS, 3)
         if self.random.random() < 0.2:  # a full disk: the phase lasts until the filesystem takes the write
             self.say("storage_refused", error="no space")

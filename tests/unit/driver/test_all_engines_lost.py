@@ -105,7 +105,9 @@ def made(monkeypatch: pytest.MonkeyPatch, calls: list[str], engines: Engines) ->
     own: Any = engines
     unused: Any = None
 
-    def report(*_: Any, **__: Any) -> None: ...
+    def report(kind: str, **fields: Any) -> None:
+        if "during" in fields:
+            calls.append(f"{kind} during {fields['during']}")
 
     found = Runtime(
         load_config("configs/tiny.yaml", []), RunDir(Path("x")), trainers, own, workers, producer, print,
@@ -136,7 +138,7 @@ def test_rollouts_wait_until_the_engines_have_the_published_weights_again(
 
     assert watched(made(monkeypatch, calls, engines), rollouts) == "done"
     noted = ("trainers", "sync", "start", "serving", "await")
-    relevant = [call for call in calls if any(word in call for word in noted)]
+    relevant = [call for call in calls if any(word in call for word in noted) and "during" not in call]
     started = ["engines begin_restarts", "engines await_all"]
     if shared:
         assert relevant == [
@@ -146,6 +148,7 @@ def test_rollouts_wait_until_the_engines_have_the_published_weights_again(
     else:
         assert relevant == [*started, "engines restart_failed", "sync 7"]
     assert calls.index("sync 7") < calls.index("workers published")
+    assert "engines_restarted during rollout" in calls
 
 
 def test_a_stop_does_not_wait_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +206,4 @@ def test_an_engine_lost_asleep_starts_while_the_trainers_sleep(
         "engines restart_failed",
     ]  # fmt: skip
     assert "sync 8" in calls
+    assert "engines_restarted during sync" in calls
