@@ -8,15 +8,18 @@ real SGLang server can join a group made here as well as the cpu engine.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import re
 import shutil
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pybase64
 import torch
@@ -26,7 +29,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import reductions
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it
+_MANAGER_S = 60.0
+"""Seconds that torch's shared-memory manager may take to answer."""
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -145,7 +152,7 @@ def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
         # Writing past the end of shared memory kills the process with SIGBUS.
         raise OSError(f"{SHARED_MEMORY}: {free >> 20} MiB free, a bucket needs {nbytes >> 20}")
     flat = torch.empty(nbytes, dtype=torch.uint8)
-    flat.untyped_storage()._share_filename_cpu_()
+    _patiently(flat.untyped_storage()._share_filename_cpu_)
     return flat
 
 
@@ -155,7 +162,23 @@ def start_shared_memory_manager() -> None:
     It inherits all open sockets of this process.  Call it before any are opened that others must see closed
     when this process closes them.
     """
-    torch.empty(1, dtype=torch.uint8).untyped_storage()._share_filename_cpu_()
+    _patiently(torch.empty(1, dtype=torch.uint8).untyped_storage()._share_filename_cpu_)
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """Make a call that needs the answer of torch's shared-memory manager, which has one second for it.
+
+    That is too short on a busy machine, so the call is repeated for :data:`_MANAGER_S`.  Source of the limit:
+    torch/lib/libshm/socket.h.
+    """
+    end = time.monotonic() + _MANAGER_S
+    while True:
+        try:
+            return call()
+        except RuntimeError as error:
+            if "timed out" not in str(error) or time.monotonic() > end:
+                raise
+            log.warning("torch's shared-memory manager did not answer within a second; asking again")
 
 
 def bucket_handle(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> str:
@@ -246,7 +269,7 @@ def _load_storage_from_bytes(data: bytes) -> Any:
 def _rebuild_storage_filename(cls: Any, manager: bytes, handle: bytes, size: int, dtype: Any = None) -> Any:
     if not re.fullmatch(rb"/torch_\d+_\d+_\d+", handle):
         raise ValueError(f"{handle!r} is not a shared-memory name of torch")
-    return reductions.rebuild_storage_filename(cls, manager, handle, size, dtype)
+    return _patiently(partial(reductions.rebuild_storage_filename, cls, manager, handle, size, dtype))
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {

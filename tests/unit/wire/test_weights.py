@@ -5,20 +5,27 @@ from __future__ import annotations
 import base64
 import pickle
 import sys
+import threading
+import time
 import types
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing import reductions
 
 from orhpc.wire.weights import (
     FlattenedTensorMetadata,
+    bucket_handle,
     deserialize_named_tensors,
     empty_bucket,
     flatten_bucket,
+    shared_bucket,
     unflatten_bucket,
 )
+from tests import preloaded
 from tests.serialized_weights import serialize_named_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
@@ -118,3 +125,30 @@ def test_a_file_descriptor_is_refused() -> None:
         mp.set_sharing_strategy(before)
     with pytest.raises(ValueError, match="rebuild_storage_fd"):
         deserialize_named_tensors(base64.b64encode(buffer.getvalue()))
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_a_busy_shared_memory_manager_is_waited_for(who: str) -> None:
+    """torch gives it one second for each allocation, in the sending and in the receiving process."""
+    process = preloaded.start(share_while_the_manager_is_busy, (who,))
+    process.join()
+    assert process.exitcode == 0
+
+
+def share_while_the_manager_is_busy(who: str) -> None:
+    def shared() -> str:
+        flat, metadata = flatten_bucket([("w", torch.arange(4.0))])
+        bucket = shared_bucket(flat.numel(), torch.device("cpu"))
+        return bucket_handle(bucket.copy_(flat), metadata)
+
+    handle = shared()
+    reductions.shared_cache.clear()  # as in another process
+    (manager,) = [p for p in psutil.Process().children() if p.name().startswith("torch_shm")]
+    manager.suspend()
+    threading.Timer(2.5, manager.resume).start()
+    began = time.monotonic()
+    if who == "sender":
+        handle = shared()
+    (named,) = deserialize_named_tensors(handle, "flattened_bucket")
+    assert time.monotonic() - began > 2.0
+    assert (named[0], named[1].numel()) == ("w", 4)
