@@ -261,7 +261,7 @@ async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:
         return
     step, phases = saver.state.step, Phases()
     groups, metrics = await runtime.evaluate(
-        run.unless_stopped(evaluation.evaluate(run.config, runtime.workers))
+        lambda: run.unless_stopped(evaluation.evaluate(run.config, runtime.workers))
     )
     for line in dict.fromkeys(line for group in groups for line in group.notices):
         run.notice(line)

@@ -112,11 +112,13 @@ class Runtime:
         during = "sync" if self._none_served_since is None else "rollout"
         began = self._none_served_since or time.monotonic()
         await self._note_ended_engines()
-        if self.engines.needs_shared_devices:
+        await self.engines.note_failed_starts()
+        while self.engines.needs_shared_devices:
             await self.trainers.sleep()
             self.engines.begin_restarts()
-            await self.engines.await_shared()
+            await self.engines.await_starts(shared=True)
             await self.trainers.wake()
+            await self.engines.note_failed_starts()
         restarted = await self.engines.restart_failed()
         for index in restarted:
             log.error("engine %d had failed and was restarted", index)
@@ -204,7 +206,7 @@ class Runtime:
         log.error("no engine is up; the rollouts wait until all have started again")
         self._none_served_since = time.monotonic()
         try:
-            await self.engines.await_all()
+            await self.engines.await_starts()
             if self.engines.shared:
                 await self.trainers.wake()
             await self.publish(self._published)
@@ -218,9 +220,9 @@ class Runtime:
         for line in self.producer.notices:
             self.notice(line)
 
-    async def evaluate(self, work: Coroutine[Any, Any, A]) -> A:
+    async def evaluate(self, work: Callable[[], Coroutine[Any, Any, A]]) -> A:
         """Do an evaluation's work while the engines serve, as :meth:`collect`."""
-        return (await self.while_serving(lambda: self._watched(work)))[0]
+        return (await self.while_serving(lambda: self._watched(work())))[0]
 
     async def while_serving(self, work: Callable[[], Awaitable[A]]) -> tuple[A, dict[str, float]]:
         """Do work while the engines serve; on shared devices the trainers are offloaded during it.
@@ -248,7 +250,7 @@ class Runtime:
         await self._watch_engines()
         with phases.timed("release"):
             await self._workers_generate(False)
-            await self.engines.await_shared()
+            await self.engines.await_starts(shared=True)
             await self.engines.release()
         reloaded = await self._wake_trainers()
         numbers = await self._compare_engines(answers)

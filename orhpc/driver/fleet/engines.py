@@ -231,14 +231,19 @@ class Engines:
             self._without_weights.add(engine.url)
         self.restart_seconds[index] = time.monotonic() - began
 
-    async def await_all(self) -> None:
-        """Wait until every restart has ended."""
-        await asyncio.gather(*self._starting.values(), return_exceptions=True)  # as below
+    async def await_starts(self, *, shared: bool = False) -> None:
+        """Wait until all restarts have ended, or those on shared devices, whose memory is then released."""
+        starting = [t for i, t in self._starting.items() if self._engines[i].place.shared or not shared]
+        await asyncio.gather(*starting, return_exceptions=True)  # note_failed_starts looks at the failures
 
-    async def await_shared(self) -> None:
-        """Wait for restarts of engines on shared devices, before the trainers take their memory again."""
-        starting = [task for i, task in self._starting.items() if self._engines[i].place.shared]
-        await asyncio.gather(*starting, return_exceptions=True)  # restart_failed looks at the failures
+    async def note_failed_starts(self) -> None:
+        """Look for failed restarts, which :meth:`begin_restarts` begins again; raises InfraError if an engine
+        has failed to start too often, or no other one is up."""
+        dead, serves = await self.watch(), not self.none_serves
+        for index, task in list(self._starting.items()):
+            if task.done() and (task.exception() is not None or index in dead):
+                del self._starting[index]
+                self._note_failed_start(index, task.exception(), serves)
 
     async def restart_failed(self) -> list[int]:
         """Let engines that are down take part again, if a sync follows; returns their indices.
@@ -250,19 +255,14 @@ class Engines:
         Raises:
             InfraError: an engine has failed to start too often, or no other one is up.
         """
-        dead = await self.watch()
-        serves = len(self.pool.down()) < len(self.urls)
-        for index, task in list(self._starting.items()):
-            if task.done() and (task.exception() is not None or index in dead):
-                del self._starting[index]
-                self._note_failed_start(index, task.exception(), serves)
+        await self.note_failed_starts()
         self.begin_restarts()
         if self.group_name is not None and self._group_members != self.by_broadcast.keys():
             await self.leave_group()
         ready = sorted(
             index
             for index, task in self._starting.items()
-            if task.done() or not serves or self._engines[index].place.shared
+            if task.done() or self.none_serves or self._engines[index].place.shared
         )
         if not ready:
             return []

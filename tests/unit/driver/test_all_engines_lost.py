@@ -47,6 +47,8 @@ class Engines(Calls):
         self.pool = self
         self.lowered: dict[int, tuple[int, float]] = {}
         self.restart_seconds = {0: 1.0}
+        self.failing = 0
+        """Starts that will fail."""
         self.may_start = asyncio.Event()
         self.may_start.set()
 
@@ -72,9 +74,14 @@ class Engines(Calls):
         self._calls.append("engines begin_restarts")
         self.starting = True
 
-    async def await_all(self) -> None:
+    async def await_starts(self, *, shared: bool = False) -> None:
         await self.may_start.wait()
-        self._calls.append("engines await_all")
+        self._calls.append("engines await_starts")
+        self.starting = self.failing == 0
+        self.failing = max(0, self.failing - 1)
+
+    async def note_failed_starts(self) -> None:
+        await self.watch()
 
     async def restart_failed(self) -> list[int]:
         self._calls.append("engines restart_failed")
@@ -139,7 +146,7 @@ def test_rollouts_wait_until_the_engines_have_the_published_weights_again(
     assert watched(made(monkeypatch, calls, engines), rollouts) == "done"
     noted = ("trainers", "sync", "start", "serving", "await")
     relevant = [call for call in calls if any(word in call for word in noted) and "during" not in call]
-    started = ["engines begin_restarts", "engines await_all"]
+    started = ["engines begin_restarts", "engines await_starts"]
     if shared:
         assert relevant == [
             *started, "trainers wake", "engines restart_failed", "trainers all", "sync 7", "trainers sleep",
@@ -195,15 +202,16 @@ def test_an_engine_that_does_not_start_ends_the_wait(monkeypatch: pytest.MonkeyP
         watched(made(monkeypatch, calls, Failing(calls, shared=True)), rollouts)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
 def test_an_engine_lost_asleep_starts_while_the_trainers_sleep(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """At its start it allocates all its memory, for which the trainers leave no room while they are awake."""
     calls: list[str] = []
-    asyncio.run(made(monkeypatch, calls, Engines(calls, shared=True)).publish(8))
-    assert calls[:5] == [
-        "trainers sleep", "engines begin_restarts", "engines await_shared", "trainers wake",
-        "engines restart_failed",
-    ]  # fmt: skip
+    engines = Engines(calls, shared=True)
+    engines.failing = failing
+    asyncio.run(made(monkeypatch, calls, engines).publish(8))
+    start = ["trainers sleep", "engines begin_restarts", "engines await_starts", "trainers wake"]
+    assert calls[: len(start) * (failing + 1) + 1] == [*start * (failing + 1), "engines restart_failed"]
     assert "sync 8" in calls
     assert "engines_restarted during sync" in calls

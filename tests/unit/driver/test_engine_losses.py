@@ -320,7 +320,7 @@ def test_a_restarted_engine_that_refuses_to_sleep_is_restarted_again(servers: li
 
     async def work(engines: Watched) -> None:
         engines.begin_restarts()
-        await engines.await_shared()
+        await engines.await_starts(shared=True)
         servers[1].refuses_at = ""
         assert await engines.restart_failed() == [1]
         assert host.reports.count("start") == 2
@@ -379,7 +379,7 @@ def test_an_engine_on_shared_devices_frees_their_memory_before_the_trainers_wake
 
     async def work(engines: Watched) -> None:
         engines.begin_restarts()
-        waiting = asyncio.ensure_future(engines.await_shared())
+        waiting = asyncio.ensure_future(engines.await_starts(shared=True))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         host.ready.set()

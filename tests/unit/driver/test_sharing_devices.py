@@ -19,7 +19,7 @@ class Recorded:
         self._who, self._calls = who, calls
 
     def __getattr__(self, name: str) -> Any:
-        async def method(*arguments: Any) -> list[Any]:
+        async def method(*arguments: Any, **_: Any) -> list[Any]:
             called = arguments[0].__name__ if name == "call" else name
             self._calls.append(f"{self._who} {called}")
             return []
@@ -47,7 +47,7 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
 def test_workers_send_nothing_to_engines_that_sleep(carries: str) -> None:
     assert order([carries], dedicated=[]) == [
         "trainers sleep", "engines resume_serving", "worker resume", "rollouts", "engines watch",
-        "worker pause", "engines await_shared", "engines release", "trainers wake",
+        "worker pause", "engines await_starts", "engines release", "trainers wake",
     ]  # fmt: skip
 
 
