@@ -295,21 +295,23 @@ def test_fetch_accepts_a_name_or_a_config_and_prints_the_folder(
     assert main(["fetch", "tiny.yaml"]) == EXIT_OK
 
 
+@pytest.mark.slow
 def test_other_nodes_wait_while_the_first_one_downloads(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The heartbeat comes 40 times within the timeout: on a busy machine it may be late by seconds."""
     monkeypatch.setattr("orhpc.launch.node.rendezvous._BEAT_S", 0.1)
     job = Job("7", 0, 1, 2, "n1", "7", rundir.path)
     done = threading.Event()
 
     def first() -> None:
         with preparing(rundir, job):
-            done.wait(1.5)
+            done.wait(5.0)
         announce(rundir, job, attempt=1)
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert await_announcement(rundir, job, timeout_s=0.5) == {"attempt": 1}
+    assert await_announcement(rundir, job, timeout_s=4.0) == {"attempt": 1}
     thread.join()
     with pytest.raises(PreflightError, match="did not appear"):
         await_announcement(rundir, Job("8", 0, 1, 2, "n1", "8", rundir.path), timeout_s=0.3)
