@@ -124,7 +124,9 @@ def test_code_in_a_folder_that_others_can_write_to_is_not_run(
 def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
     """A terminal sends it to both processes."""
     child = (
-        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(20)\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a script's & ignores it
+        "try:\n    print('begun', flush=True)\n    time.sleep(20)\n"
         "except KeyboardInterrupt:\n    print('stopped', flush=True)"
     )
     parent = (
