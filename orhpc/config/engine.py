@@ -153,6 +153,11 @@ class EngineSettings(Section):
     """Further options of the engine, by its own names, with underscores or hyphens: ``attention_backend``."""
 
     @property
+    def recovery_s(self) -> float:
+        """How long all engines may take to start again and receive the weights; requests wait for as long."""
+        return self.start_timeout_s + self.sync_timeout_s
+
+    @property
     def records_loading(self) -> bool:
         """Whether SGLang's processes record and repeat how it loads weights."""
         return self.direct_loading or self.delta_sync

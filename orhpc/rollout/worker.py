@@ -123,8 +123,7 @@ class RolloutWorker:
             list(engine_urls),
             key=key,
             request_timeout_s=self._config.engine.request_timeout_s,
-            # If all end, the driver restarts them and sends the weights; it gives up earlier than this.
-            recovery_s=self._config.engine.start_timeout_s + self._config.engine.sync_timeout_s,
+            recovery_s=self._config.engine.recovery_s,
             route_shape=self._agent.route_shape,
             vocabulary=self._agent.vocabulary,
             router=router_url,

@@ -237,8 +237,9 @@ class Engines:
         await asyncio.gather(*starting, return_exceptions=True)  # note_failed_starts looks at the failures
 
     async def note_failed_starts(self) -> None:
-        """Look for failed restarts, which :meth:`begin_restarts` begins again; raises InfraError if an engine
-        has failed to start too often, or no other one is up."""
+        """Let failed restarts begin again; raises InfraError after too many, or if no other engine is up."""
+        if not self._starting:
+            return
         dead, serves = await self.watch(), not self.none_serves
         for index, task in list(self._starting.items()):
             if task.done() and (task.exception() is not None or index in dead):

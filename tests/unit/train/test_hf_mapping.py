@@ -65,7 +65,7 @@ def parts(shape: ModelShape, pp: int, ep: int) -> Iterator[ModelPart]:
 
 
 def filled(mapping: HfMapping, source: InMemory, part: ModelPart, **ranks: int) -> dict[str, Tensor]:
-    """Read one rank's parameters under the names of its own model chunk."""
+    """Read one rank's parameters under the names in its model chunk."""
     found: dict[str, Tensor] = {}
     for name, target, index in mapping.own(part, **ranks):
         found[name] = torch.full(target.local_shape(), torch.nan, dtype=torch.float64)

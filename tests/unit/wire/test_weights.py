@@ -127,6 +127,7 @@ def test_a_file_descriptor_is_refused() -> None:
         deserialize_named_tensors(base64.b64encode(buffer.getvalue()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_a_busy_shared_memory_manager_is_waited_for(who: str) -> None:
     """torch gives it one second for each allocation, in the sending and in the receiving process."""
