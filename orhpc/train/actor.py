@@ -23,6 +23,7 @@ from orhpc.config import Config
 from orhpc.errors import InfraError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
+from orhpc.process.cuda_allocator import expandable_segments, use_plain_segments
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
@@ -74,6 +75,7 @@ class TrainerRank(RankState):
         if device_index is not None:
             # Hide all other GPUs, so that libraries that use the current device use the right one.
             os.environ[VARIABLE] = visible_devices([device_index], os.environ)
+        use_plain_segments(torch.device(config.placement.device))
         super().__init__(config, model_dir, rank, world_size)
         self.threads = threads
         self._backend_class = backend_class(config)  # imports its libraries while the engines start
@@ -86,6 +88,8 @@ class TrainerRank(RankState):
         self._trained: dict[str, TrainedRollout] = {}
         self._rng: dict[str, Any] | None = None
         """Of torch's random generators when the last step began."""
+        self._memory_was_short = False
+        """Whether a step ran out of memory: gaps in the allocator's segments may have made the difference."""
 
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
@@ -202,6 +206,7 @@ class TrainerRank(RankState):
             self._naming_the_sample(passes),
             typed_failures(f"step {step}"),
             self._counting_steps(),
+            expandable_segments(self.device) if self._memory_was_short else contextlib.nullcontext(),
             traced(self.config, traces, self.rank),
         ):
             prepared = passes.prepare(minibatches)
@@ -284,13 +289,15 @@ class TrainerRank(RankState):
     def recover(self) -> bool:
         """Forget a failed step and free its memory (collective if there are several ranks).
 
+        Later steps use :func:`~orhpc.process.cuda_allocator.expandable_segments`.
+
         Returns whether this rank still holds the state of before the step.  Raises InfraError if it needs a
         new process instead.
         """
         with or_restart("the trainer could not recover in place"):
             if not self.backend.recover(new_groups=self.world_size > 1):
                 raise InfraError("this trainer cannot forget a failed step")
-            self._trained = {}
+            self._trained, self._memory_was_short = {}, True
             free_memory(self.device)
             whole = self.holds_whole_step()
             if whole and self._rng is not None:

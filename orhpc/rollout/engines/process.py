@@ -25,6 +25,7 @@ import psutil
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable, PortTaken
+from orhpc.process.cuda_allocator import without_expandable_segments
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.parent import naming_parent
 from orhpc.process.ports import hold_port, stop_listening
@@ -327,7 +328,7 @@ def _thread_share(config: Config) -> int:
 
 def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
     """Environment variables of the server process: its GPUs and settings that SGLang reads only there."""
-    environment = {**os.environ, **to_server(config.secret_sources)}
+    environment = {**without_expandable_segments(os.environ), **to_server(config.secret_sources)}
     if config.placement.device == "cpu":
         return environment
     environment[VARIABLE] = visible_devices(part.devices, environment)

@@ -254,3 +254,25 @@ def test_a_failure_after_the_last_optimizer_step_leaves_no_state_of_before_the_s
     assert rank.backend.progress() == {"optimiser_steps": 1}
     assert not rank.holds_whole_step()
     assert rank.recover() is False
+
+
+def test_segments_expand_after_a_lack_of_memory(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it, they would only cost time."""
+    rank, plan, used = make(), plans(0, 1, 40), list[str]()
+
+    @contextmanager
+    def segments(device: torch.device) -> Iterator[None]:
+        used.append(device.type)
+        yield
+
+    monkeypatch.setattr(actor, "expandable_segments", segments)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.backend, "_accumulate", fails)
+        with pytest.raises(OutOfMemory):
+            rank.step(plan, step=0)
+    assert not used
+    assert rank.recover()
+    rank.step(plan, step=0)
+    assert used == ["cpu"]
