@@ -73,8 +73,7 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield f"  {'total':<12}{gib(run.trainer.total):>9}{has}"
     if shape.vision:
         yield "  what the vision tower computes of images is not counted: leave it some GiB"
-    if run.config.train.backend == "megatron":
-        yield _recompute_line(run)
+    yield _recompute_line(run)
     yield from _engine_lines(run)
     yield _lead_line(run.config)
     for what, size in host_parts(run).items():

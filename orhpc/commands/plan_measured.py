@@ -12,7 +12,7 @@ from orhpc.commands.tune import own_update_s
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.launch.prepare import run_directory
-from orhpc.plan.memory import EXPERT_EXCESS
+from orhpc.plan.activations import EXPERT_EXCESS
 from orhpc.plan.workload import Workload
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
@@ -28,8 +28,8 @@ _ROLLOUT = (
 )  # fmt: skip
 _TRAIN = (
     "backend", "global_batch_size", "max_tokens_per_gpu", "micro_batch_size", "dynamic_batch",
-    "gradient_checkpointing", "compile", "routing_replay", "logprob_chunk_tokens", "freeze_vision",
-    "deterministic",
+    "gradient_checkpointing", "recompute_layers", "compile", "routing_replay", "logprob_chunk_tokens",
+    "freeze_vision", "deterministic",
 )  # fmt: skip
 
 

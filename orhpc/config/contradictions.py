@@ -10,7 +10,7 @@ from orhpc.config.megatron import MegatronSettings
 from orhpc.config.precision import precision_problems
 
 if TYPE_CHECKING:
-    from orhpc.config.schema import Config
+    from orhpc.config.schema import Config, TrainSettings
 
 
 def contradictions(c: Config) -> list[str]:
@@ -42,14 +42,30 @@ def contradictions(c: Config) -> list[str]:
         problems += c.megatron.problems(c.placement.trainer_ranks)
         problems += c.megatron.moment_problems(c.train.adam_beta2, c.model.dtype)
         problems += c.megatron.gradient_problems(c.model.dtype)
-        problems += c.megatron.overlap_problems(c.model.dtype, recomputes=c.train.gradient_checkpointing)
+        recomputes = c.train.gradient_checkpointing is not False
+        problems += c.megatron.overlap_problems(c.model.dtype, recomputes=recomputes)
         if c.megatron.counts_from_routes and not c.train.routing_replay:
             problems.append("megatron.counts_from_routes: needs train.routing_replay: true")
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
+    problems += _recompute_problems(c.train)
     problems += precision_problems(c)
     problems += fault_problems(c)
     return problems
+
+
+def _recompute_problems(train: TrainSettings) -> list[str]:
+    """List what is wrong with the settings of FSDP's recomputation."""
+    if train.backend == "megatron":
+        problems = []
+        if train.gradient_checkpointing == "auto":
+            problems.append("train.gradient_checkpointing: auto is of fsdp; use megatron.recompute: auto")
+        if train.recompute_layers is not None:
+            problems.append("train.recompute_layers is of fsdp; use megatron.recompute_layers")
+        return problems
+    if train.recompute_layers is not None and train.gradient_checkpointing is not True:
+        return ["train.recompute_layers: needs train.gradient_checkpointing: true"]
+    return []
 
 
 def _engine_problems(c: Config) -> list[str]:

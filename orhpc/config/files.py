@@ -68,6 +68,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.update_timeout_s",
     "train.max_tokens_per_gpu",
     "train.gradient_checkpointing",
+    "train.recompute_layers",
     "train.compile",
     "train.logprob_chunk_tokens",
     "train.replay_rollouts",

@@ -22,14 +22,14 @@ from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
-from orhpc.errors import RayLost
+from orhpc.errors import ModelError, RayLost
 from orhpc.launch.checks.fit import device_memory
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.models import read_shape
-from orhpc.plan.memory import GIB, recompute_mode
+from orhpc.plan.memory import GIB, recompute_mode, trainer_demand
 from orhpc.plan.placement import Placement
-from orhpc.plan.recompute import settled
+from orhpc.plan.recompute import automatic, settled
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.buffer import finished_group, summarize_group
 from orhpc.rollout.group_filter import GroupFilter, load_filter
@@ -136,13 +136,27 @@ async def _start_trainers(
 
 
 def trainer_config(config: Config, model_dir: str) -> Config:
-    """Replace ``megatron.recompute: auto`` by what the memory of this node's devices allows."""
-    if config.train.backend != "megatron" or config.megatron.recompute != "auto":
+    """Replace what is recomputed automatically by what the memory of this node's devices allows.
+
+    All is recomputed in models without a memory plan, which FSDP may still train.
+    """
+    if not automatic(config):
         return config
     memory = device_memory(config)
     device_bytes = int(memory.gib * GIB) if config.placement.device == "cuda" else None
-    chosen = settled(config, read_shape(model_dir), device_bytes)
-    log.info("recomputation: %s (%.0f GiB a device, %s)", recompute_mode(chosen), memory.gib, memory.source)
+    try:
+        shape = read_shape(model_dir)
+    except ModelError as error:
+        if config.train.backend == "megatron":
+            raise
+        log.info("recomputation: full, because the memory cannot be planned: %s", error)
+        return config
+    chosen = settled(config, shape, device_bytes)
+    layers = trainer_demand(chosen).layers
+    log.info(
+        "recomputation: %s%s (%.0f GiB a device, %s)", recompute_mode(chosen),
+        "" if layers is None else f", the first {layers} layers", memory.gib, memory.source,
+    )  # fmt: skip
     return chosen
 
 

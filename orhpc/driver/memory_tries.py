@@ -74,8 +74,10 @@ class MemoryTries:
 def dropped_notice(config: Config, step: int, limit: SampleLimit) -> str:
     """The notice about samples that were left out."""
     ways = ["lower rollout.max_total_tokens"]
-    if not config.train.gradient_checkpointing:
-        ways.append("set train.gradient_checkpointing")
+    if config.train.gradient_checkpointing is not True:
+        ways.append("set train.gradient_checkpointing to true")
+    elif config.train.recompute_layers is not None:
+        ways.append("leave train.recompute_layers out")
     elif config.train.backend == "megatron" and config.megatron.recompute != "full":
         ways.append("set megatron.recompute to full")
     ways.append(

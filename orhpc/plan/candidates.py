@@ -94,9 +94,9 @@ def _order(candidate: Candidate) -> tuple[float, int, tuple[tuple[str, Any], ...
 def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> Iterator[Config]:
     for budgeted in _budgets(config):
         if config.train.backend == "fsdp":
-            for recomputes in (False, True):
-                train = budgeted.train.model_copy(update={"gradient_checkpointing": recomputes})
-                yield budgeted.model_copy(update={"train": train})
+            changes = {"gradient_checkpointing": "auto", "recompute_layers": None}
+            train = budgeted.train.model_copy(update=changes)
+            yield settled(budgeted.model_copy(update={"train": train}), shape, device_bytes)
             continue
         for layout in _layouts(config, shape):
             divided = _with_megatron(
@@ -108,7 +108,7 @@ def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> It
             if not chosen.train.gradient_checkpointing:  # what would be recomputed does not matter then
                 own = {n: getattr(config.megatron, n) for n in ("recompute", "recompute_layers")}
                 chosen = _with_megatron(chosen, **own)
-            recomputes = chosen.train.gradient_checkpointing
+            recomputes = chosen.train.gradient_checkpointing is not False
             if not chosen.megatron.overlap_problems(config.model.dtype, recomputes=recomputes):
                 yield chosen
 
@@ -148,8 +148,8 @@ def _with_megatron(config: Config, **settings: Any) -> Config:
 
 _COMPARED = (
     "train.max_tokens_per_gpu", "train.micro_batch_size", "train.gradient_checkpointing",
-    "megatron.tp", "megatron.pp", "megatron.ep", "megatron.etp", "megatron.recompute",
-    "megatron.recompute_layers", "megatron.recompute_modules",
+    "train.recompute_layers", "megatron.tp", "megatron.pp", "megatron.ep", "megatron.etp",
+    "megatron.recompute", "megatron.recompute_layers", "megatron.recompute_modules",
 )  # fmt: skip
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
+from orhpc.plan.activations import EXPERT_EXCESS, Kernels, expert_work, layer_activations, recomputed
 from orhpc.plan.layout import Layout, first_rank_rows, stage_layers
 
 Recompute = Literal["none", "selective", "full"]
@@ -69,6 +70,8 @@ class Demand:
     """What ``selective`` recomputes, by megatron-core's names."""
     layers: int | None = None
     """How many layers of a stage ``full`` recomputes; None: all."""
+    compiles: bool = False
+    """Whether layers are compiled, if the model's can be (FSDP)."""
     overlapped: bool = False
     """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
     vpp: int = 1
@@ -112,7 +115,8 @@ def trainer_demand(config: Config) -> Demand:
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
         modules=tuple(config.megatron.recompute_modules),
-        layers=config.megatron.recompute_layers,
+        layers=train.recompute_layers if train.backend == "fsdp" else config.megatron.recompute_layers,
+        compiles=config.compiles_layers,
         overlapped=config.megatron.overlap_moe_expert_parallel_comm,
         vpp=config.megatron.vpp,
     )
@@ -171,7 +175,7 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     """See orhpc.train.fsdp.backend: float32 master weights, gradients and moments, sharded by rows."""
     ranks, element = layout.ranks, demand.element_bytes
     held = first_rank_rows(shape, ranks)
-    kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True)
+    kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, fsdp_kernels(shape, demand))
     gathered = 0
     if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model unwrapped
         largest = ranks * held.largest_layer
@@ -191,6 +195,11 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     )
 
 
+def fsdp_kernels(shape: ModelShape, demand: Demand) -> Kernels:
+    """Return how FSDP runs this model's layers."""
+    return "compiled" if demand.compiles and not shape.experts and not shape.vision else "eager"
+
+
 def critic_parameters(shape: ModelShape) -> int:
     """Return the number of the critic's parameters: the model's without its head, and one row."""
     return shape.parameters - _elements(t for t in shape.outer_tensors() if t.part == "head") + shape.hidden
@@ -204,7 +213,7 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     critic = _held(shape, layout, demand, stage, critic=True) if demand.critic else _Held()
     element = demand.element_bytes
     waiting = _waiting(layout.pp, stage, demand)
-    kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
+    kept, layer = _activations(shape, layers, layout, demand, "fused", waiting=waiting)
     return TrainerMemory(
         weights=element * own.elements,
         gradients=demand.gradient_bytes * (own.elements + critic.elements),
@@ -271,98 +280,20 @@ def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
     return last
 
 
-def layer_activations(
-    shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool, excess: float = 1.0
-) -> int:
-    """Return the bytes per token that one layer keeps for its backward pass, before any division.
-
-    ``upcast_norms``: transformers' norms keep their input in float32 and the normalized value
-    in the model's type; fused ones keep only their input.  transformers' experts keep all intermediate
-    values and their outputs; fused ones keep their inputs, both projections and the activated product.
-    ``excess``: tokens that a rank's experts receive, over an even share.
-    """
-    e = element_bytes
-    norm = 4 + e if upcast_norms else e
-    hidden = shape.hidden
-    norms = len(shape.family.norms) * norm * hidden
-    queries, values = shape.heads * shape.head_dim, shape.heads * shape.v_head_dim
-    if shape.kv_rank is None:
-        keys = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
-        normed = shape.qk_norm != "none" or shape.family.unit_qk
-        extra = norm * (queries + keys // 2) if normed else 0
-    else:
-        keys = queries + values
-        extra = (e + norm) * (shape.kv_rank + (shape.q_rank or 0))
-    # Inputs of the projections, then queries, keys, values and the output that attention keeps.
-    attention = e * (hidden + queries + keys + values) + extra
-    if not shape.layers[index].experts:
-        return norms + attention + e * (hidden + 4 * shape.ffn)
-    if upcast_norms:
-        each, tables = 2 * hidden + 4 * shape.expert_ffn, 4
-    else:
-        each, tables = hidden + 3 * shape.expert_ffn, TABLE_BYTES
-    routed = round(excess * shape.experts_per_token * each)
-    return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + tables * shape.experts
-
-
-def recomputed(
-    shape: ModelShape, index: int, element_bytes: int, modules: Collection[str], excess: float = 1.0
-) -> int:
-    """Return the bytes per token that one layer does not keep if these modules are recomputed.
-
-    Modules are counted as fused ones in :func:`layer_activations`.  Those that are not counted there, as the
-    inside of fused attention, spare nothing, and neither do norms that TransformerEngine fuses with the
-    projection that follows: of these norms only the one before experts is separate.
-    """
-    hidden, routed = shape.hidden, excess * shape.experts_per_token
-    sparse = bool(shape.layers[index].experts)
-    spared = hidden if sparse and "layernorm" in modules else 0
-    if sparse and "moe" in modules:
-        spared += round(routed * (hidden + 3 * shape.expert_ffn)) + 4 * shape.shared_ffn
-    elif sparse:
-        spared += round(routed * shape.expert_ffn) if "moe_act" in modules else 0
-        spared += 4 * shape.shared_ffn if "shared_experts" in modules else 0
-    elif "mlp" in modules:
-        spared += 4 * shape.ffn
-    return element_bytes * spared
-
-
-TABLE_BYTES = 16
-"""Bytes per token and expert of the router's scores, of its map and of the places of permuted tokens."""
-EXCHANGED = 9.4
-"""Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: sent to
-experts, received, and sent back, the same for gradients, and the excess of ranks with more than their share.
-Measured: 9.0 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
-EXPERT_EXCESS = 1.2
-"""Tokens that the fullest of several ranks receives for its experts over an even share, mean over layers:
-single layers have more, but rarely on the same rank."""
-
-
-def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
-    """Return the bytes per token of temporary tensors in the backward pass of an expert layer, undivided.
-
-    Gradients of the experts' outputs, intermediates and inputs; and what is exchanged with other ranks.
-    """
-    copies = 2 * shape.hidden + 3 * shape.expert_ffn
-    if layout.ep > 1:
-        copies += EXCHANGED * shape.hidden
-    return round(element_bytes * shape.experts_per_token * copies)
-
-
 def _activations(
     shape: ModelShape,
     layers: Sequence[int],
     layout: Layout,
     demand: Demand,
+    kernels: Kernels,
     *,
-    upcast_norms: bool,
     waiting: Fraction = Fraction(1),
 ) -> tuple[int, int]:
     """Return what ``waiting`` micro-batches keep until the backward pass, and one layer's work memory."""
     tokens, element = _up(demand.tokens, layout.cp), demand.element_bytes
     excess = EXPERT_EXCESS if layout.ep > 1 else 1.0
-    kept = [layer_activations(shape, i, element, upcast_norms=upcast_norms, excess=excess) for i in layers]
-    alone = [layer_activations(shape, i, element, upcast_norms=upcast_norms) for i in layers]
+    kept = [layer_activations(shape, i, element, kernels, excess=excess) for i in layers]
+    alone = [layer_activations(shape, i, element, kernels) for i in layers]
     routed = any(shape.layers[i].experts for i in layers)
     work = expert_work(shape, layout, element) if routed else 0
     if demand.recompute != "full":

@@ -1,4 +1,4 @@
-"""Chooses what the Megatron trainer recomputes in the backward pass: as little as the memory allows."""
+"""Chooses what trainers recompute in the backward pass: as little as the memory allows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ MODULES = {True: ["layernorm", "moe_act"], False: ["mlp"]}
 def totals(config: Config, shape: ModelShape) -> dict[Recompute, int]:
     """Return the bytes at the peak of a step by what is recomputed, the fastest first.
 
-    Without whole layers if ``megatron.overlap_moe_expert_parallel_comm`` excludes them.
+    FSDP has no ``selective``, and ``megatron.overlap_moe_expert_parallel_comm`` excludes whole layers.
     """
     layout, demand = trainer_layout(config), trainer_demand(config)
     modules = tuple(MODULES[bool(shape.experts)])
     demand = replace(demand, modules=modules, layers=None)
-    modes = MODES[:-1] if demand.overlapped else MODES
+    without = "selective" if layout.sharded else "full" if demand.overlapped else None
+    modes: list[Recompute] = [mode for mode in MODES if mode != without]
     return {mode: trainer_memory(shape, layout, replace(demand, recompute=mode)).total for mode in modes}
 
 
@@ -45,26 +46,41 @@ def fewest_layers(config: Config, shape: ModelShape, room: float) -> int | None:
     return counts[index] if index < len(counts) else None
 
 
+def automatic(config: Config) -> bool:
+    """Whether a config leaves it to :func:`settled` what is recomputed."""
+    if config.train.backend == "fsdp":
+        return config.train.gradient_checkpointing == "auto"
+    return config.train.gradient_checkpointing is True and config.megatron.recompute == "auto"
+
+
 def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
-    """Return a config in which ``megatron.recompute: auto`` is replaced by a choice.
+    """Return a config in which ``auto`` is replaced by a choice: of ``train.gradient_checkpointing`` with
+    FSDP, of ``megatron.recompute`` with Megatron.
 
     If nothing fits, as much as possible is recomputed.  ``device_bytes``: memory of a device; None: devices
     are processes, where whole layers are recomputed, or nothing if all-to-alls are overlapped.
     """
-    automatic = config.train.backend == "megatron" and config.megatron.recompute == "auto"
-    if not automatic or not config.train.gradient_checkpointing:
+    if not automatic(config):
         return config
     room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
+    if config.train.backend == "fsdp" and shape.vision:
+        room = 0  # the plan does not count what the vision tower computes
     needed = totals(config, shape)
     mode = next((m for m, total in needed.items() if total <= room), list(needed)[-1])
     if device_bytes is None and mode != "full":
         mode = "none"  # "selective" needs TransformerEngine
     if mode == "none":
-        train = config.train.model_copy(update={"gradient_checkpointing": False})
-        return config.model_copy(update={"train": train})
+        return _with_train(config, gradient_checkpointing=False)
+    layers = fewest_layers(config, shape, room) if mode == "full" else None
+    if config.train.backend == "fsdp":
+        return _with_train(config, gradient_checkpointing=True, recompute_layers=layers)
     changes: dict[str, Any] = {"recompute": mode}
     if mode == "selective":
         changes["recompute_modules"] = MODULES[bool(shape.experts)]
     else:
-        changes["recompute_layers"] = fewest_layers(config, shape, room)
+        changes["recompute_layers"] = layers
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=changes)})
+
+
+def _with_train(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 from orhpc.config import Config
 from orhpc.models import ModelShape
+from orhpc.plan.activations import Kernels, layer_activations
 from orhpc.plan.layout import Layout, group_spans, stage_layers, trainer_layout
-from orhpc.plan.memory import Demand, layer_activations, trainer_demand
+from orhpc.plan.memory import Demand, fsdp_kernels, trainer_demand
 from orhpc.plan.speeds import Card, speed
 from orhpc.plan.workload import Workload
+
+_PASSES: dict[Kernels, str] = {
+    "eager": "eager_passes",
+    "compiled": "compiled_passes",
+    "fused": "fused_passes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,7 @@ class _MicroBatch:
     layers: int
     nodes: int
     """Nodes over which experts are exchanged."""
-    compiled: bool
-    """Whether FSDP's layers are compiled."""
+    kernels: Kernels
 
     @property
     def _share(self) -> float:
@@ -98,15 +104,13 @@ class _MicroBatch:
 
     def _traffic(self) -> float:
         """Bytes per token that the forward and backward pass read and write outside of products."""
-        sharded, shape = self.layout.sharded, self.shape
+        shape, kernels = self.shape, self.kernels
+        # The passes were measured relative to what eager layers keep, compiled ones' too.
+        counted: Kernels = "eager" if kernels == "compiled" else kernels
         kept = sum(
-            layer_activations(shape, i, self.demand.element_bytes, upcast_norms=sharded)
-            for i in range(len(shape.layers))
+            layer_activations(shape, i, self.demand.element_bytes, counted) for i in range(len(shape.layers))
         )
-        passes = speed(
-            "fused_passes" if not sharded else "compiled_passes" if self.compiled else "eager_passes"
-        )
-        return passes * kept * self.layers / len(shape.layers)
+        return speed(_PASSES[kernels]) * kept * self.layers / len(shape.layers)
 
     def exchange(self, forwards: float) -> float:
         """Seconds of all-to-alls of experts and of tensor parallelism, which nothing hides."""
@@ -180,7 +184,7 @@ def predict_update(config: Config, shape: ModelShape, card: Card, work: Workload
         shape, layout, demand, card,
         tokens=work.tokens / config.data_ranks / count, length=work.length, excess=work.excess,
         layers=layers, nodes=_experts_across(run),
-        compiled=config.compiles_layers and not shape.experts and not shape.vision,
+        kernels=fsdp_kernels(shape, demand) if layout.sharded else "fused",
     )  # fmt: skip
     host, device, exchange = (part(forwards) for part in (one.host, one.device, one.exchange))
     if layout.sharded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orhpc.config import Config
-from orhpc.plan.memory import EXPERT_EXCESS
+from orhpc.plan.activations import EXPERT_EXCESS
 
 MEAN_LENGTH = 0.3
 """Assumed mean length of a rollout as a share of ``rollout.max_total_tokens``."""

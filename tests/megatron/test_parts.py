@@ -16,8 +16,9 @@ from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError
 from orhpc.launch.checks import fit
 from orhpc.models import shape_of
+from orhpc.plan.activations import layer_activations
 from orhpc.plan.layout import Layout
-from orhpc.plan.memory import Demand, layer_activations, trainer_memory
+from orhpc.plan.memory import Demand, trainer_memory
 from orhpc.train.megatron.model_config import Build, build_of, spans
 from orhpc.train.megatron.packing import own_slots, padded_places
 from tests.model_configs import REAL, TINY
@@ -144,7 +145,7 @@ def test_the_head_and_a_recomputed_layer_are_never_there_at_once() -> None:
         summed = 2 if rows == 8192 else 6
         assert head == logits + summed * shape.vocabulary * shape.hidden
         both = trainer_memory(shape, Layout(1), recomputed)
-        layer = 8192 * layer_activations(shape, 0, 2, upcast_norms=False)
+        layer = 8192 * layer_activations(shape, 0, 2, "fused")
         inputs = 8192 * len(shape.layers) * 2 * shape.hidden
         assert both.activations + both.head == inputs + max(layer, head)
         halves = trainer_memory(shape, Layout(2, tp=2), kept)
@@ -155,7 +156,7 @@ def test_stages_hold_as_many_micro_batches_as_are_ahead_and_recompute_one_layer(
     shape = shape_of(REAL["Qwen3-8B"][0])
     demand = Demand(4096, 2, "full", 4096, False, micro_batches=16)
     memory = trainer_memory(shape, Layout(4, pp=4), demand)
-    layer = 4096 * layer_activations(shape, 0, 2, upcast_norms=False)
+    layer = 4096 * layer_activations(shape, 0, 2, "fused")
     inputs = 4096 * (len(shape.layers) // 4) * 2 * shape.hidden
     assert memory.activations in {waiting * inputs + layer for waiting in (1, 2, 3, 4)}
 

@@ -321,6 +321,8 @@ def _recompute_more(run: RunPlan) -> str:
     """Return the setting that recomputes whole layers; empty if all are, or if they must not be."""
     if run.demand.recompute == "none":
         return "train.gradient_checkpointing=true"
+    if run.layout.sharded and run.demand.layers is not None:
+        return "train.recompute_layers=null"
     can = run.demand.recompute == "selective" and not run.demand.overlapped
     return "megatron.recompute=full" if can else ""
 
@@ -342,7 +344,7 @@ def _way_out(run: RunPlan, room: int) -> str:
             return f"{whole}, and megatron {problem}: it needs devices with more memory"
         return f"{whole}: train.backend=megatron divides them; {_way_out_divided(run, room)}"
     if fixed > room:
-        what = "" if run.demand.recompute != "none" else "train.gradient_checkpointing=true, or "
+        what = f"{setting}, or " if (setting := _recompute_more(run)) else ""
         return (
             f"no number of ranks helps, since {gib(fixed)} GiB are not divided by them: {what}"
             "a lower rollout.max_total_tokens or train.max_tokens_per_gpu"

@@ -41,7 +41,7 @@ def compile_layers(hf: PreTrainedModel) -> bool:
 
     Others are left as they are, with a line in the log.  Nothing is compiled before the first pass.
     """
-    layers = _decoder_layers(hf)
+    layers = decoder_layers(hf)
     if reason := _obstacle(hf, layers):
         log.info("decoder layers are not compiled: %s", reason)
         return False
@@ -59,7 +59,8 @@ def compile_layers(hf: PreTrainedModel) -> bool:
     return True
 
 
-def _decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers that FSDP shards, in order; with those of a vision tower, if there is one."""
     names = set(getattr(hf, "_no_split_modules", None) or ())
     return [module for module in hf.modules() if type(module).__name__ in names]
 

@@ -19,7 +19,7 @@ from orhpc.errors import ModelError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.dtypes import DTYPES
-from orhpc.train.fsdp.compiled_layers import compile_layers
+from orhpc.train.fsdp.compiled_layers import compile_layers, decoder_layers
 from orhpc.train.fsdp.model import LogprobModel, PackedModel, ValueModel
 from orhpc.train.fsdp.optim import local
 from orhpc.train.fsdp.routing_replay import RouterReplay
@@ -128,6 +128,12 @@ class ModelLoader:
     def _recompute(self, hf: PreTrainedModel) -> None:
         if self.config.train.gradient_checkpointing:
             _checkpoint_activations(hf)
+            first = self.config.train.recompute_layers
+            tower = vision_tower(hf)
+            seeing = set() if tower is None else set(tower.modules())
+            layers = [layer for layer in decoder_layers(hf) if layer not in seeing]
+            for layer in layers[len(layers) if first is None else first :]:
+                layer.gradient_checkpointing = False  # type: ignore[assignment]
 
     def _compile(self, hf: PreTrainedModel) -> None:
         """Compile the layers; after hooks were registered, and before they are sharded."""

@@ -20,8 +20,9 @@ from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError
 from orhpc.models import shape_of
 from orhpc.models.folders import find_model
+from orhpc.plan.activations import layer_activations
 from orhpc.plan.layout import Layout, check_layout, stages
-from orhpc.plan.memory import Demand, layer_activations, trainer_memory
+from orhpc.plan.memory import Demand, trainer_memory
 from orhpc.plan.run_plan import make_plan
 from tests.model_configs import REAL, SEEING, TINY
 from tests.model_folder import write_model_folder
@@ -114,7 +115,7 @@ def test_activations_shrink_with_recomputation_context_and_tensor_parallelism() 
     kept = Demand(8192, 2, "none", 1024, False, micro_batches=8)
     recomputed = Demand(8192, 2, "full", 1024, False, micro_batches=8)
     base = trainer_memory(LLAMA, Layout(8), kept).activations
-    per_layer = layer_activations(LLAMA, 0, 2, upcast_norms=False)
+    per_layer = layer_activations(LLAMA, 0, 2, "fused")
     assert base == 8192 * 32 * per_layer
     assert trainer_memory(LLAMA, Layout(8), recomputed).activations == 8192 * (32 * 2 * 4096 + per_layer)
     assert trainer_memory(LLAMA, Layout(8, tp=4), kept).activations * 4 == base

@@ -11,8 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.models import HfTensor, shape_of
+from orhpc.plan.activations import Kernels, layer_activations
 from orhpc.plan.layout import Layout, first_rank_rows
-from orhpc.plan.memory import Demand, layer_activations, trainer_memory
+from orhpc.plan.memory import Demand, trainer_memory
+from orhpc.train.fsdp import compiled_layers
+from orhpc.train.fsdp.compiled_layers import compile_layers
 from tests.model_configs import REAL, SEEING, TINY
 
 LENGTH = 256
@@ -108,15 +111,27 @@ def test_flops_equal_torchs_count(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [(torch.float32, "eager"), (torch.bfloat16, "eager"), (torch.bfloat16, "compiled")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
-def test_activation_sizes_equal_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
+def test_activation_sizes_equal_what_autograd_saves(
+    name: str, dtype: torch.dtype, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Measure what a second and a third layer keep for the backward pass, storage by storage."""
+    # What inductor keeps, without its C++ compiler.
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager_decomp_partition")
+    compiled_layers._compiled.cache_clear()
+    torch._dynamo.reset()
 
     def kept(layers: int) -> int:
         content = {**TINY[name], "num_hidden_layers": layers, "hidden_size": 256, "intermediate_size": 512}
         config = AutoConfig.for_model(**content)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        if kernels == "compiled":
+            assert compile_layers(model)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         storages: dict[int, int] = {}
         alive: list[torch.Tensor] = []  # an address may be reused once its storage is freed
@@ -133,5 +148,6 @@ def test_activation_sizes_equal_what_autograd_saves(name: str, dtype: torch.dtyp
         return sum(storages.values())
 
     content = {**TINY[name], "hidden_size": 256, "intermediate_size": 512}
-    expected = LENGTH * layer_activations(shape_of(content), 0, dtype.itemsize, upcast_norms=True)
+    expected = LENGTH * layer_activations(shape_of(content), 0, dtype.itemsize, kernels)
     assert (kept(3) - kept(1)) / 2 == pytest.approx(expected, rel=0.1)
+    compiled_layers._compiled.cache_clear()

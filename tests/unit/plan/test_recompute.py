@@ -11,17 +11,11 @@ from pydantic import ValidationError
 
 from orhpc.config import Config
 from orhpc.models import ModelShape, shape_of
+from orhpc.plan.activations import layer_activations, recomputed
 from orhpc.plan.layout import trainer_layout
-from orhpc.plan.memory import (
-    layer_activations,
-    recompute_mode,
-    recomputed,
-    reserved_bytes,
-    trainer_demand,
-    trainer_memory,
-)
+from orhpc.plan.memory import recompute_mode, reserved_bytes, trainer_demand, trainer_memory
 from orhpc.plan.recompute import MODULES, SPARE, settled, totals
-from tests.model_configs import REAL
+from tests.model_configs import REAL, SEEING
 
 
 def config_of(recompute: str, *, checkpointing: bool = True) -> Config:
@@ -94,13 +88,77 @@ def test_what_a_user_has_chosen_stays(shape: ModelShape) -> None:
         assert settled(config, shape, 1 << 50) is config
 
 
+FSDP_NAMES = ("Llama-3.1-8B", "Qwen3-30B-A3B")
+
+
+def with_automatic_fsdp(**train: Any) -> Config:
+    config = with_fsdp(config_of("full"))
+    train = {"gradient_checkpointing": "auto", **train}
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
+@pytest.mark.parametrize("name", FSDP_NAMES)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_fsdp_recomputes_as_few_layers_as_the_memory_allows(name: str, compiled: bool) -> None:
+    shape, config = shape_of(REAL[name][0]), with_automatic_fsdp(compile=compiled)
+    layout, needed = trainer_layout(config), totals(config, shape)
+    assert list(needed) == ["none", "full"]
+
+    def chosen(room: float) -> Config:
+        return settled(config, shape, int((room + reserved_bytes(config)) / (1 - SPARE)) + 1)
+
+    assert chosen(needed["none"]).train.gradient_checkpointing is False
+    before = len(shape.layers)
+    for share in (0.2, 0.5, 0.9):
+        room = needed["full"] + share * (needed["none"] - needed["full"])
+        train, demand = chosen(room).train, trainer_demand(chosen(room))
+        assert train.gradient_checkpointing is True
+        assert train.recompute_layers == demand.layers
+        assert demand.layers is not None
+        assert 0 < demand.layers < before
+        assert trainer_memory(shape, layout, demand).total <= room + 1
+        assert trainer_memory(shape, layout, replace(demand, layers=demand.layers - 1)).total > room
+        before = demand.layers
+    for device in (reserved_bytes(config), None):  # nothing fits; processes
+        train = settled(config, shape, device).train
+        assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
+
+
+def test_all_layers_of_a_model_that_sees_images_are_recomputed() -> None:
+    """The plan does not count what the vision tower computes."""
+    train = settled(with_automatic_fsdp(), shape_of(SEEING["qwen3-vl"]), 1 << 50).train
+    assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "problem"),
+    [
+        ({"backend": "megatron", "gradient_checkpointing": "auto"}, "use megatron.recompute: auto"),
+        ({"backend": "megatron", "recompute_layers": 2}, "use megatron.recompute_layers"),
+        (
+            {"recompute_layers": 2, "gradient_checkpointing": False},
+            "needs train.gradient_checkpointing: true",
+        ),
+        (
+            {"recompute_layers": 2, "gradient_checkpointing": "auto"},
+            "needs train.gradient_checkpointing: true",
+        ),
+        ({"recompute_layers": 0}, "greater than"),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(train: dict[str, Any], problem: str) -> None:
+    tree = with_fsdp(config_of("full")).model_dump()
+    with pytest.raises(ValidationError, match=problem):
+        Config.model_validate(tree | {"train": tree["train"] | train})
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
 def test_modules_spare_no_more_than_a_layer_keeps(shape: ModelShape) -> None:
     names = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
     for count in range(len(names) + 1):
         for modules in itertools.combinations(names, count):
             for index in (0, len(shape.layers) - 1):
-                kept = layer_activations(shape, index, 2, upcast_norms=False)
+                kept = layer_activations(shape, index, 2, "fused")
                 assert 0 <= recomputed(shape, index, 2, modules) < kept
 
 

@@ -97,7 +97,8 @@ def test_a_speed_names_its_source(name: str) -> None:
     assert speed.value > 0
     source = (ROOT / "orhpc/plan").glob("*_time.py")
     assert any(
-        re.search(rf'speed\(\s*"{name}"|"{name}" if|else "{name}"', path.read_text()) for path in source
+        re.search(rf'speed\(\s*"{name}"|"{name}" if|else "{name}"|: "{name}"', path.read_text())
+        for path in source
     )
 
 

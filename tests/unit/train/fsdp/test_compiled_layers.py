@@ -97,6 +97,18 @@ def test_gradients_are_those_without_compilation_and_code_is_shared(
     assert counted.graphs <= graphs + 2
 
 
+def test_layers_with_and_without_recomputation_compute_the_same(counted: Counted, tmp_path: Path) -> None:
+    folder, samples = save_tiny_model(tmp_path, "qwen3"), make_samples()
+    plain = fsdp_backend(config_of(compiled=False, recompute=False), folder)
+    config = config_of(compiled=True)
+    train = config.train.model_copy(update={"recompute_layers": 1})
+    backend = fsdp_backend(config.model_copy(update={"train": train}), folder)
+    assert_close(gradients(backend, samples, 60), gradients(plain, samples, 60), 1e-5)
+    graphs = counted.graphs
+    assert_close(gradients(backend, samples, 24), gradients(plain, samples, 24), 1e-5)
+    assert counted.graphs <= graphs + 2
+
+
 def products(backend: Any) -> int:
     """Matrix products of an update, those of attention and of the head included."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:

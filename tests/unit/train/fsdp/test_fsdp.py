@@ -4,6 +4,7 @@ on non-finite steps, schedules, and memory of the head inside the model."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,22 @@ def test_gradient_equals_plain_transformers_for_any_packing(
     assert flags == {config.train.gradient_checkpointing}
     ours = gradients(backend, samples, max_tokens)
     assert_close(ours, plain_gradients(folders[family], config, samples), 1e-4)
+
+
+@pytest.mark.parametrize("first", [1, 2, 9])
+def test_only_the_first_layers_are_recomputed(folders: dict[str, str], first: int) -> None:
+    options: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True, "recompute_layers": first}]
+    found, passes = [], []
+    for train in options:
+        backend = fsdp_backend(make_config(train=train), folders["qwen3"])
+        counts = Counter[int]()
+        for i, layer in enumerate(backend.policy.hf.model.layers):
+            layer.mlp.register_forward_pre_hook(lambda *_, i=i, counts=counts: counts.update([i]))
+        found.append(gradients(backend, make_samples(), 60))
+        passes.append(counts)
+    assert_close(found[1], found[0], 1e-12)
+    once, again = passes
+    assert again == {i: count * 2 if i < first else count for i, count in once.items()}
 
 
 def _rank_gradients(rank: int, world: int, port: int, folder: str, options: dict[str, Any]) -> Any:
