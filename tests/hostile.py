@@ -7,7 +7,9 @@ import contextlib
 import gzip
 import json
 import threading
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cache
 from typing import Any
 
 Raw = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -51,6 +53,21 @@ def result(value: Any) -> Raw:
 def zipped(body: bytes) -> Raw:
     """A compressed answer, even if the client did not request it."""
     return answer(gzip.compress(body), headers=("Content-Encoding: gzip",))
+
+
+def gzip_bomb(megabytes: int = 300) -> Raw:
+    """A small answer that decompresses to this size; here it is never in memory as a whole."""
+
+    async def write(writer: asyncio.StreamWriter) -> None:
+        await answer(_zipped_spaces(megabytes), headers=("Content-Encoding: gzip",))(writer)
+
+    return write
+
+
+@cache
+def _zipped_spaces(megabytes: int) -> bytes:
+    as_gzip = zlib.compressobj(level=1, wbits=31)
+    return b"".join(as_gzip.compress(b" " * 1_000_000) for _ in range(megabytes)) + as_gzip.flush()
 
 
 def endless(kind: str, piece: bytes, *, status: str = "200 OK", most: int = 1 << 30) -> Raw:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "orhpc"
 FOLDERS = ("driver", "rollout", "train")
 ALLOWED = {"rollout/environment/receiving.py": "the date of a Retry-After is wall-clock time"}
@@ -23,6 +25,7 @@ def computed_with(path: Path) -> list[int]:
     return lines
 
 
+@pytest.mark.slow
 def test_no_deadline_depends_on_the_wall_clock() -> None:
     files = [path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")]
     found = {str(path.relative_to(PACKAGE)) for path in files if computed_with(path)}

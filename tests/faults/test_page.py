@@ -23,6 +23,7 @@ def test_every_fault_has_one_row() -> None:
     assert len({row.fault for row in ALL}) == 44
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ALL, ids=lambda row: row.fault)
 def test_the_named_tests_exist(row: Row) -> None:
     for test in row.tests:

@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 COMES_WITH = {
     "pydantic_core": "pydantic", "transformer_engine_torch": "transformer_engine", "triton": "torch",
@@ -32,6 +34,7 @@ def normal(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
+@pytest.mark.slow
 def test_every_imported_package_is_required() -> None:
     required = {normal(re.split(r"[\[><=!~; ]", line)[0]) for line in requires("orhpc") or []}
     modules = imported_modules()

@@ -55,6 +55,7 @@ def check(code: int, out: str, began: float, what: Any) -> None:
         assert len(message) < 2000, what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", EDGES)
 def test_a_wrong_setting_gives_a_one_line_error(override: str, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()

@@ -173,6 +173,7 @@ def test_recipes_name_this_release_and_existing_package_sets() -> None:
     subprocess.run(["/bin/sh", "-n", str(packaged()["enroot.sh"])], check=True)
 
 
+@pytest.mark.slow
 def test_doctor_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys; from orhpc.commands.cli import main; main(['doctor']); "

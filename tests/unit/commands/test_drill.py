@@ -207,6 +207,7 @@ def test_a_limit_that_is_no_time_is_refused(within: str, capsys: pytest.CaptureF
     assert f"--within: {within} is not a positive number" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_random_faults_are_those_of_their_seed_and_in_steps_of_their_own() -> None:
     def drawn(seed: int, faults: str | None = None) -> Config:
         return load_config(

@@ -49,6 +49,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_readme_s_commands_exist() -> None:
     """Every command of the project's README exists."""
     lines = [x.split("#")[0].split() for x in project("tools")["README.md"].splitlines()]

@@ -180,6 +180,7 @@ def test_status_reports_that_no_job_is_left_and_why(
     assert last_line(run, capsys) == "no job of this run is left: it is finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("squeue", "events", "state", "first"),
     [
@@ -214,6 +215,7 @@ def test_status_begins_with_what_the_run_is_doing(
     assert json.loads(capsys.readouterr().out)["state"] == state
 
 
+@pytest.mark.slow
 def test_status_of_a_long_run_keeps_little_of_it_in_memory(run: RunDir) -> None:
     """Of 100,000 steps it took 34 s and 3 GB."""
     step = {

@@ -65,6 +65,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+@pytest.mark.slow
 def test_commands_for_jobs_and_runs_need_no_package_of_the_nodes(run: RunDir) -> None:
     runs = (f"status {run.path}", f"runs {run.path.parent}", f"logs {run.path}", f"clean {run.path}")
     configs = ("files", "plan tiny.yaml", "launch tiny.yaml --dry-run", "completion bash", "doctor")
@@ -72,6 +73,7 @@ def test_commands_for_jobs_and_runs_need_no_package_of_the_nodes(run: RunDir) ->
     assert codes_of(*lines) == [EXIT_OK] * len(lines)
 
 
+@pytest.mark.slow
 def test_commands_that_need_more_say_what_to_install(run: RunDir) -> None:
     lines = [f"{command} {run.path}" for command in ("report", "view", "chat")]
     assert codes_of(*lines, "try-env tiny.yaml") == [EXIT_PREFLIGHT] * 4

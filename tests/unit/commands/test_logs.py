@@ -122,6 +122,7 @@ def test_logs_of_a_replaced_node_are_found(run: RunDir, capsys: pytest.CaptureFi
     assert "raylet of n7" in "\n".join(printed(run, capsys, "--node", "n7", "--ray"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

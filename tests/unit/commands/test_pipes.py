@@ -37,6 +37,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "orhpc.commands.cli", *arguments]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["logs", "--lines", "5000"], ["status"]])
 def test_a_closed_pipe_is_not_a_failure(run: RunDir, arguments: list[str]) -> None:
     process = subprocess.Popen(
@@ -51,12 +52,14 @@ def test_a_closed_pipe_is_not_a_failure(run: RunDir, arguments: list[str]) -> No
     assert errors == b""
 
 
+@pytest.mark.slow
 def test_a_closed_standard_output_is_not_a_failure() -> None:
     shell = ["bash", "-c", '"$@" >&-; echo code $?', "bash"]
     done = subprocess.run(shell + command("files"), capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("code 0\n", "")
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_standard_output_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command("files"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -64,6 +67,7 @@ def test_a_full_disk_behind_standard_output_is_one_line() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["view", "--rollout", "30.0"], ["view", "--export", "page.html"], ["report", "-o", "report.html"]],
@@ -100,6 +104,7 @@ def test_commands_with_their_own_parser_report_as_the_others(
     assert capsys.readouterr().err == "\n"
 
 
+@pytest.mark.slow
 def test_a_followed_log_continues_until_it_is_interrupted(run: RunDir) -> None:
     with run.locked():  # as long as the run's process lives
         process = subprocess.Popen(

@@ -263,6 +263,7 @@ def test_models_are_found_in_every_location(
         find_model(str(tmp_path / "empty"))
 
 
+@pytest.mark.slow
 def test_plan_imports_neither_torch_nor_ray(config: str) -> None:
     code = (
         "import sys; from orhpc.commands.cli import main; code = main(sys.argv[1:]); "
@@ -341,6 +342,7 @@ def test_copies_in_memory_are_counted_on_each_node(config: str, capsys: pytest.C
         assert {what: float(gib) for what, gib in found} == pytest.approx(wanted, abs=0.01)
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_moves_from_the_device_to_the_host(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

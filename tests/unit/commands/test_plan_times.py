@@ -129,6 +129,7 @@ def config_of(words: list[str], *more: str) -> Config:
     return load_config(words[0], [*words[1:], *more])
 
 
+@pytest.mark.slow
 def test_an_earlier_run_s_times_and_lengths_come_first(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +146,7 @@ def test_an_earlier_run_s_times_and_lengths_come_first(
     assert "512 rollouts of 1000 tokens;" in given["head"]
 
 
+@pytest.mark.slow
 def test_only_runs_of_the_same_settings_count(words: list[str]) -> None:
     record(words, "train.lr=1e-3", "train.steps=7", events=steps(1, 5, 9.0))
     found = measured_times(config_of(words))
@@ -254,6 +256,7 @@ def test_no_time_is_predicted_of_engines_that_cannot_hold_a_rollout(
     assert "leaves 0 tokens of KV cache" in told.err
 
 
+@pytest.mark.slow
 def test_each_group_of_data_parallel_attention_has_a_cache(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

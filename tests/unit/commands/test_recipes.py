@@ -65,6 +65,7 @@ def plan(tmp_path: Path, recipe: str, memory: str) -> int:
     return main(["plan", *arguments_of(tmp_path, recipe, memory)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "memory"), RECIPES)
 def test_a_recipe_fits_its_gpus(
     tmp_path: Path, recipe: str, memory: str, capsys: pytest.CaptureFixture[str]
@@ -85,6 +86,7 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip("` ") for cell in line] for line in lines[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows("Memory"), ids=lambda row: row[0])
 def test_the_memory_that_the_page_shows_is_the_plan_s(row: list[str], tmp_path: Path) -> None:
     recipe, *shown = row

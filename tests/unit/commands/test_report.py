@@ -141,6 +141,7 @@ def test_a_thinned_curve_keeps_its_extremes_and_its_order(values: list[float]) -
         assert ys == []
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.config.write_text("{}\n")

@@ -105,6 +105,7 @@ def test_what_never_happened_is_taken_from_the_next_larger_restart(tmp_path: Pat
     assert found.with_cost("queue_s", 60.0).costs.queue_s == 60.0
 
 
+@pytest.mark.slow
 def test_the_command_prints_costs_shares_and_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

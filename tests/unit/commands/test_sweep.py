@@ -65,6 +65,7 @@ def test_an_array_is_expedited_as_a_job_is(cluster: Path, capsys: pytest.Capture
     assert "--requeue" not in (cluster / "calls").read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_only_elements_that_are_neither_finished_nor_in_the_queue_are_submitted_again(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def test_only_elements_that_are_neither_finished_nor_in_the_queue_are_submitted_
     assert (best["name"], best["values"], best["reward_mean"]) == ("seed-1", {"run.seed": "1"}, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

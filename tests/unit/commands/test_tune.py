@@ -38,6 +38,7 @@ def config_of(*, routes: bool) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_made_up_rollouts_are_a_recorded_step_with_uneven_routes(tmp_path: Path) -> None:
     write_made_up(tmp_path, config_of(routes=True), MOE, 64)
     summaries = read_step(tmp_path / "step_1")

@@ -253,6 +253,7 @@ def test_a_resumed_run_lists_allowed_changes_and_refuses_others(tmp_path: Path) 
         changes_on_resume(before, load_config(path, ["environments.new.serve=letters"]))
 
 
+@pytest.mark.slow
 def test_an_invalid_config_exits_with_2_and_starts_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, ENVIRONMENT + f"run: {{root: {tmp_path / 'runs'}}}\ntrain: {{lrr: 1}}")
     command = [sys.executable, "-m", "orhpc.launch", "--local", str(path)]
@@ -263,6 +264,7 @@ def test_an_invalid_config_exits_with_2_and_starts_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_launch_imports_neither_torch_nor_ray() -> None:
     heavy = "{'torch', 'ray', 'transformers', 'openreward'}"
     code = f"import sys, orhpc.launch.__main__; print({heavy} & set(sys.modules))"

@@ -66,6 +66,7 @@ def test_a_function_gets_the_whole_row(tmp_path: Path) -> None:
     assert task == {"prompt": "a", "row": ROWS[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "json"])
 def test_other_formats_have_the_same_rows(tmp_path: Path, suffix: str) -> None:
     datasets = pytest.importorskip("datasets")
@@ -166,6 +167,7 @@ def test_the_program_says_what_it_left_out(tmp_path: Path, capsys: pytest.Captur
     assert "split train: 2 tasks, 1 duplicates left out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.text(min_size=1), st.integers()), min_size=1, max_size=20))
 def test_every_distinct_row_is_written_once_and_in_order(rows: list[tuple[str, int]]) -> None:
     import tempfile

@@ -106,6 +106,7 @@ def raised_by(*calls: tuple[OrhpcError, float]) -> tuple[str, float]:
     return type(failure.value).__name__, time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_is_the_cause_of_the_collectives_that_fail_with_it() -> None:
     """Its peers may report first that it has closed its connections: the step has to be made smaller."""
     peer, cause = InfraError("step 1: gloo: connection closed by peer"), OutOfMemory("step 1: out of memory")
@@ -113,12 +114,14 @@ def test_a_rank_without_memory_is_the_cause_of_the_collectives_that_fail_with_it
     assert raised_by((cause, 0.0), (peer, 0.0), (peer, 0.0))[0] == "OutOfMemory"
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_is_the_cause_of_the_collectives_that_fail_with_it() -> None:
     peer, cause = InfraError("step 1: gloo: connection reset by peer"), RayLost("trainer step 1: it died")
     kind, seconds = raised_by((peer, 0.0), (cause, 0.3), (OutOfMemory("late"), 30.0))
     assert (kind, seconds < 2.0) == ("RayLost", True)
 
 
+@pytest.mark.slow
 def test_other_failures_wait_for_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     peer, hangs = InfraError("step 1: gloo: connection closed by peer"), (OutOfMemory("late"), 30.0)
     kind, seconds = raised_by((RayLost("trainer step 0: the actor died"), 0.0), hangs)

@@ -22,6 +22,8 @@ from orhpc.rundir import RunDir
 from orhpc.train.actor import TrainerRank
 from tests.trainer_kit import VOCABULARY, free_port, make_config, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 KEY = "key-of-the-engine-check"
 
 

@@ -291,6 +291,7 @@ def test_nothing_waits_for_an_engine_with_dedicated_devices_while_another_is_up(
     with_hosts(servers, SPLIT, host, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_an_engine_may_fail_to_start_twice_while_another_is_up(servers: list[Server], failures: int) -> None:
     host = SlowHost([], failures=failures)
@@ -346,6 +347,7 @@ def test_an_engine_that_ends_again_is_restarted_again(servers: list[Server]) -> 
     with_hosts(servers, SPLIT, host, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", [1, 2])
 def test_an_engine_that_answers_no_health_check_is_killed(servers: list[Server], checks: int) -> None:
     """One that missed a single check is not: every timeout is over at once after a job was suspended."""

@@ -137,6 +137,7 @@ def _steps(folder: Path) -> list[int]:
     return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("refusals", "wait_s", "reports"), [(0, 60, 0), (3, 60, 1), (3, 0, 1)])
 def test_refused_writes_are_retried_until_the_time_limit(refusals: int, wait_s: float, reports: int) -> None:
     tries: list[int] = []

@@ -60,6 +60,7 @@ def test_one_rank_has_no_peers() -> None:
     assert watch.take() == []
 
 
+@pytest.mark.slow
 @given(st.integers(2, 64), st.integers(0, 1000))
 def test_no_rank_is_named_while_none_is_much_slower(ranks: int, seed: int) -> None:
     """Noise of a fifth, and a third of the steps five times as long: a clock that dips now and then."""

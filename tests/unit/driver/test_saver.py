@@ -297,6 +297,7 @@ class Writing(Trainers):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("full", "committed"), [(0, True), (2, True), (100, False)])
 def test_a_run_ends_with_its_last_step_committed_or_with_an_error(
     tmp_path: Path, full: int, committed: bool

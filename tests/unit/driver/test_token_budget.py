@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ def test_a_failed_trial_goes_back_and_doubles_the_wait_and_a_success_resets_it()
     assert after(recovered.lowered(), 5, 5).tokens == SETTING
 
 
+@pytest.mark.slow
 @given(
     limit=st.integers(1, SETTING),
     every=st.integers(1, 6),

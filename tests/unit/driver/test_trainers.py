@@ -27,6 +27,7 @@ class Starting:
         return SimpleNamespace(remote=answer)
 
 
+@pytest.mark.slow
 def test_a_rank_may_import_for_longer_than_a_recovery_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a cold or busy filesystem."""
     monkeypatch.setattr(module, "RECOVERY_S", LIMIT_S)
@@ -38,6 +39,7 @@ def test_a_rank_may_import_for_longer_than_a_recovery_may_take(monkeypatch: pyte
         asyncio.run(trainers._meeting(LIMIT_S))
 
 
+@pytest.mark.slow
 def test_an_update_that_hangs_is_found_after_a_stop_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs does not stop, and the job must commit before it is killed."""
     asked: list[bool] = []
@@ -92,6 +94,7 @@ def test_recovery_in_place_leaves_the_engines_group(ranks: int, monkeypatch: pyt
     assert calls == (["leave_weight_group", "recover"] if ranks == 1 else several)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_suspension_is_no_time_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by ``scontrol suspend``: the clock goes on, and no rank hangs."""
     clock = SimpleNamespace(now=0.0)

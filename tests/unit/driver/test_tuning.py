@@ -74,6 +74,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return rates
 
 
+@pytest.mark.slow
 def test_a_candidate_that_fails_does_not_end_the_others(tmp_path: Path, tried: list[float]) -> None:
     found = OneRun(tmp_path, [[WRONG], [LARGER], [SLOW], [SMALLER]]).tune()
     assert tried == [0.2, 0.3, 0.1]

@@ -202,12 +202,14 @@ def send(actor: Actor, timeout_s: float) -> list[SyncReport]:
     return asyncio.run(trainers.send_weights(SyncPlan((), "", timeout_s, KEY)))
 
 
+@pytest.mark.slow
 def test_ranks_that_get_no_further_hang() -> None:
     with pytest.raises(TrainerHangs, match=r"a bucket of the weight sync .* \(0.4 s.*busy: rank 0") as raised:
         send(Actor(60.0, progress_s=1000.0), timeout_s=0.2)
     assert "sender.py" in raised.value.stacks
 
 
+@pytest.mark.slow
 def test_a_long_sync_goes_on_while_buckets_are_done() -> None:
     actor = Actor(1.5, progress_s=0.1)
     assert send(actor, timeout_s=0.2) == [SyncReport(1, SyncSeconds(), {})]

@@ -292,6 +292,7 @@ def test_phimoe_equals_transformers_in_evaluation_mode(
         assert_packed_samples_are_transformers(rank, folder, [20, 5, 13])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "values"),
     [
@@ -332,6 +333,7 @@ def engine(folder: str, slots: int = 2, dtype: str = "float32") -> SlotModel:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "values"),

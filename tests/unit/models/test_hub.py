@@ -112,6 +112,7 @@ def test_a_run_downloads_its_files_once_and_keeps_the_commit(hub: Hub, rundir: R
         model.model_folder(config, rundir)
 
 
+@pytest.mark.slow
 def test_the_weights_are_downloaded_last(hub: Hub, rundir: RunDir) -> None:
     """A snapshot with all weights counts as whole: an interrupted download must not lack small files only."""
     model.ensure_models(config_of(), rundir)
@@ -121,6 +122,7 @@ def test_the_weights_are_downloaded_last(hub: Hub, rundir: RunDir) -> None:
     assert {"config.json", "tokenizer.json"} <= set(downloads[:first])
 
 
+@pytest.mark.slow
 def test_plan_downloads_only_the_config(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     real = write_model_folder(hub.root / "Acme" / "Real-30B", REAL["Qwen3-30B-A3B"][0])
     overrides = ["model.path=Acme/Real-30B", "placement.nodes=8", "engine.tp=4"]
@@ -130,6 +132,7 @@ def test_plan_downloads_only_the_config(hub: Hub, capsys: pytest.CaptureFixture[
     assert (real / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_dropped_connection_resumes_the_download_of_the_file(hub: Hub, rundir: RunDir) -> None:
     """The connection is dropped once in the middle of every file."""
     hub.cut_after = 100_000
@@ -140,6 +143,7 @@ def test_a_dropped_connection_resumes_the_download_of_the_file(hub: Hub, rundir:
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_stop_ends_a_slow_download_and_the_next_start_completes_it(hub: Hub, rundir: RunDir) -> None:
     hub.bytes_per_s = 200_000
     polls = iter(range(1000))
@@ -150,6 +154,7 @@ def test_a_stop_ends_a_slow_download_and_the_next_start_completes_it(hub: Hub, r
     assert problem_of(model.model_folder(config_of(), rundir)) is None
 
 
+@pytest.mark.slow
 def test_an_incomplete_snapshot_is_not_used(hub: Hub, rundir: RunDir) -> None:
     model.ensure_models(config_of(), rundir)
     folder = model.model_folder(config_of(), rundir)
@@ -255,12 +260,14 @@ def test_every_hub_error_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_download_continues_after_the_hub_recovers(hub: Hub, rundir: RunDir) -> None:
     hub.fail_with, hub.failures = 503, 2
     model.ensure_models(config_of(), rundir)
     assert problem_of(model.model_folder(config_of(), rundir)) is None
 
 
+@pytest.mark.slow
 def test_a_gated_model_is_downloaded_with_the_right_token(
     hub: Hub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +276,7 @@ def test_a_gated_model_is_downloaded_with_the_right_token(
     model.ensure_models(config_of(), rundir)
 
 
+@pytest.mark.slow
 def test_a_full_cache_disk_is_reported_before_the_download(hub: Hub) -> None:
     code = (
         "import shutil, sys; real = shutil.disk_usage('/'); "
@@ -281,6 +289,7 @@ def test_a_full_cache_disk_is_reported_before_the_download(hub: Hub) -> None:
     assert hub.downloads(NAME) == []
 
 
+@pytest.mark.slow
 def test_fetch_accepts_a_name_or_a_config_and_prints_the_folder(
     hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +326,7 @@ def test_other_nodes_wait_while_the_first_one_downloads(
         await_announcement(rundir, Job("8", 0, 1, 2, "n1", "8", rundir.path), timeout_s=0.3)
 
 
+@pytest.mark.slow
 def test_the_error_of_a_node_without_the_shared_cache_names_the_setting(
     hub: Hub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_latent_norms_have_the_epsilon_in_the_family_table(name: str) -> None:
     assert {norm.variance_epsilon for norm in norms.values()} == {0.03 if expected is None else expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_parameter_counts_of_real_sizes_equal_transformers(name: str) -> None:
     config, parameters, _ = REAL[name]
@@ -74,6 +75,7 @@ def test_parameter_counts_of_real_sizes_equal_transformers(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == parameters == shape_of(config).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.2-1B", "Llama-4-Scout", "DeepSeek-V3"])
 @pytest.mark.parametrize("ranks", [3, 7, 24, 256])
 def test_the_first_fsdp_rank_holds_the_most_rows(name: str, ranks: int) -> None:
@@ -96,6 +98,7 @@ def test_the_root_holds_what_is_in_no_layer_of_decoder_or_vision_tower(name: str
     assert first_rank_rows(shape_of(SEEING[name]), 2).root == outside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
 def test_flops_equal_torchs_count(name: str) -> None:
     content = {**TINY[name], "first_k_dense_replace": 9}  # FLOPs of experts depend on the tokens

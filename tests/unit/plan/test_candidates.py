@@ -95,6 +95,7 @@ def test_layouts_of_six_gpus_are_tried(layout: dict[str, int]) -> None:
     assert any("train.max_tokens_per_gpu" in each for each in sizes)
 
 
+@pytest.mark.slow
 def test_what_the_run_could_not_start_with_is_left_out() -> None:
     config, shape = config_of("megatron"), SHAPES["Qwen3-30B-A3B"]
     every = candidates(config, shape, 139 * GIB, 10)
@@ -104,6 +105,7 @@ def test_what_the_run_could_not_start_with_is_left_out() -> None:
     assert all(dict(each.settings)["megatron.tp"] > 1 for each in allowed[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gib", "megatron"), [(80, {}), (141, {}), (141, {"ep": 8}), (30, {"tp": 2})])
 def test_what_auto_chooses_for_the_config_itself_is_not_measured_twice(
     gib: int, megatron: dict[str, int]

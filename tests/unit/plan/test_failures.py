@@ -37,6 +37,7 @@ def daly(costs: Costs, mean_s: float) -> float:
     return work / wall
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean_s", [1_500.0, 5_000.0, 50_000.0])
 @pytest.mark.parametrize("interval", [1, 5, 40])
 def test_a_run_that_always_starts_a_new_job_agrees_with_daly(mean_s: float, interval: int) -> None:

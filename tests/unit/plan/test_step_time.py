@@ -44,12 +44,14 @@ def plan(folder: Path, model: str, config: str, *overrides: str, gib: float = 13
 # --- against measurements -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_errors_that_are_shown_are_those_of_the_measured_rows(
     compared: list[step_times.Compared],
 ) -> None:
     assert step_times.errors(compared) == ERRORS
 
 
+@pytest.mark.slow
 def test_fitted_rows_are_close_and_every_phase_has_rows_that_were_held_out(
     compared: list[step_times.Compared],
 ) -> None:
@@ -129,6 +131,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return plan(tmp_path_factory.mktemp("mixture"), "Qwen3-30B-A3B", NODE_OF_FOUR)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 2048), st.floats(10, 4000), st.sampled_from(["h100", "h200"]))
 def test_more_or_longer_rollouts_take_longer(
@@ -319,6 +322,7 @@ def test_devices_that_are_processes_have_no_times() -> None:
 # --- advice ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_larger_micro_batches_are_advised_where_launches_decide(tmp_path: Path) -> None:
     run = plan(
         tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, "train.max_tokens_per_gpu=8192",

@@ -34,6 +34,7 @@ async def collecting(is_busy: bool):
             await task
 
 
+@pytest.mark.slow
 def test_the_young_stay_few_while_as_many_objects_are_released_as_made(monkeypatch: pytest.MonkeyPatch):
     """Each turn replaces old objects, so Python's own count of new ones hardly grows."""
     monkeypatch.setattr(garbage, "_YOUNG_S", 0.01)
@@ -57,6 +58,7 @@ def test_the_young_stay_few_while_as_many_objects_are_released_as_made(monkeypat
     assert max(young) < LIVE / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_old_garbage_is_collected_once_the_process_is_idle(monkeypatch: pytest.MonkeyPatch, is_busy: bool):
     monkeypatch.setattr(garbage, "_YOUNG_S", 0.001)

@@ -159,6 +159,7 @@ def test_wrapped_servers_reveal_no_secret(config: Path, module: str) -> None:
     assert "hunter2" not in errors
 
 
+@pytest.mark.slow
 def test_sglangs_subprocesses_reveal_no_secret(config: Path) -> None:
     """A process that multiprocessing spawns imports its parent's program under another name."""
     code = (

@@ -241,6 +241,7 @@ def test_cancellation_closes_the_session() -> None:
     assert room.open == 0
 
 
+@pytest.mark.slow
 def test_waiting_times_are_measured_separately() -> None:
     class Slow(Room):
         @contextlib.asynccontextmanager

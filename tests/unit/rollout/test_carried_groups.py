@@ -24,6 +24,7 @@ from tests.unit.rollout.producer_kit import (
 )
 
 
+@pytest.mark.slow
 def test_partial_groups_go_on_in_the_next_step_and_surplus_ones_are_trained_then() -> None:
     """Groups 1 and 2 take as long as two steps; 0 and 3 to 5 finish at once, two more than a step needs."""
     worker = ScriptedWorker(both_rewards, delay=lambda i: {1: 0.3, 2: 0.3, 6: 0.3, 7: 0.3}.get(i, 0.0))
@@ -74,6 +75,7 @@ def carrying(
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3])
 def test_a_step_waits_for_a_group_that_was_carried_over_too_often(limit: int) -> None:
     with asyncio.Runner() as runner:
@@ -131,6 +133,7 @@ def test_no_task_is_skipped_and_none_is_trained_on_twice(oversample: float, stal
     assert len(early) <= 4
 
 
+@pytest.mark.slow
 def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:
     worker = ScriptedWorker(both_rewards, delay=lambda i: 30.0)
     producer = Producer(settings_of(), TASKS, [worker], seed=0)

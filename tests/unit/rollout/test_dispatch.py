@@ -149,6 +149,7 @@ def test_an_evaluation_counts_a_task_that_kills_its_workers_as_failed() -> None:
     assert len(groups[1].rollouts) == request_of(1).n_samples
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=4), st.integers(1, 3), st.integers(0, 1))
 def test_whatever_dies_no_group_is_lost_or_trained_twice(deaths: list[int], count: int, ahead: int) -> None:

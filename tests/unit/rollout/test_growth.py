@@ -58,6 +58,7 @@ def rollout_of(group: int, version: int) -> Rollout:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_million_groups_are_passed_over_without_a_task_for_each() -> None:
     tasks = TaskSequence([TaskStream("a", "train", 1000, 1.0), TaskStream("b", "train", 500, 2.0)], seed=0)
     tracemalloc.start()

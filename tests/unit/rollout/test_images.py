@@ -300,6 +300,7 @@ def plain(model: Any, folder: str, ids: list[int], images: tuple[PlacedImage, ..
     return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[-n:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_equals_transformers(folders: dict[str, str], name: str) -> None:
     """Prompts of several pieces, images that differ in pixels only, and turns that go on from a cache."""

@@ -254,6 +254,7 @@ def test_oversampling_uses_the_first_groups_and_starts_the_rest_again() -> None:
     asyncio.run(two_steps())
 
 
+@pytest.mark.slow
 def test_a_group_that_takes_much_longer_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_watch, "SLOW_S", 0.1)
     worker = ScriptedWorker(both_rewards, delay=lambda i: 0.9 if i == 6 else 0.0)

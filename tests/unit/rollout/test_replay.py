@@ -188,6 +188,7 @@ def stopped_in_a_call(room: Hanging, lines: list[Any], begun: Rollout | None = N
     return asyncio.run(stop())
 
 
+@pytest.mark.slow
 def test_calls_are_made_again_in_a_real_session(tmp_path: Path) -> None:
     first, second, third = Treasure({"split": "train", "index": 0})._words
     with serve(Treasure) as served:

@@ -65,22 +65,26 @@ def tool_results(rollout: Rollout) -> list[str]:
     return [m["content"] for m in rollout.messages if m["role"] == "tool"]
 
 
+@pytest.mark.slow
 def test_results_of_concurrent_calls_keep_the_order_of_the_calls() -> None:
     rollout = on_the_server(call("meet", number=0) + call("meet", number=1), parallel_calls=2)
     assert tool_results(rollout) == ["met at 0", "met at 1"]
     assert sum(turn.tool_calls for turn in rollout.turns) == 2
 
 
+@pytest.mark.slow
 def test_calls_run_one_after_the_other_by_default() -> None:
     rollout = on_the_server(call("note", number=0) + call("note", number=1))
     assert tool_results(rollout) == ["0: 1", "1: 1"]
 
 
+@pytest.mark.slow
 def test_the_server_serializes_calls_of_a_tool_that_is_not_concurrent() -> None:
     rollout = on_the_server("".join(call("note", number=i) for i in range(4)), parallel_calls=4)
     assert tool_results(rollout) == [f"{i}: 1" for i in range(4)]
 
 
+@pytest.mark.slow
 def test_a_call_refused_after_the_end_of_the_task_is_not_counted_as_malformed() -> None:
     turn = "".join([call("finish", number=3), call("finish", number=1), call("note", number=1)])
     rollout = on_the_server(turn, parallel_calls=2)

@@ -323,6 +323,7 @@ async def until(done: Callable[[], bool]) -> None:
     await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_stop_keeps_what_there_is_of_an_unfinished_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partial: bool

@@ -130,6 +130,7 @@ def test_a_run_of_an_earlier_release_begins_its_ledger_at_its_commit(path: Path)
     assert fates_of(read_lineage(path), 5)[0].startswith("trained or dropped by step 20")
 
 
+@pytest.mark.slow
 @given(cut=st.integers(0, 400))
 def test_a_torn_line_costs_only_its_step(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("torn") / "prompts.jsonl"

@@ -60,6 +60,7 @@ def same(a: Rollout, b: Rollout) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans()), min_size=1, max_size=6),

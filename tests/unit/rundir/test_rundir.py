@@ -227,6 +227,7 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
         run.lineage()
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_lock_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).locked(): print('held')"

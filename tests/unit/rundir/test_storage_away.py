@@ -74,6 +74,7 @@ def test_a_refused_poll_does_not_count(server: Server, tmp_path: Path, error: in
         outages.run(lambda: 1 // 0, 0)
 
 
+@pytest.mark.slow
 def test_a_write_without_an_event_loop_is_retried_until_the_limit(server: Server, tmp_path: Path) -> None:
     reports: list[str] = []
     server.away(errno.ESTALE, 2)
@@ -89,6 +90,7 @@ def first_node(tmp_path: Path, restart: int = 0) -> launcher.FirstNode:
     return launcher.FirstNode(Job("7", restart, 0, 1, "n0", "7", tmp_path), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", AWAY)
 def test_the_first_node_waits_for_an_unavailable_run_directory_and_writes_its_outcome_later(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
@@ -109,6 +111,7 @@ def test_the_first_node_waits_for_an_unavailable_run_directory_and_writes_its_ou
     assert first.recorder.exit_code == EXIT_REQUEUE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", AWAY)
 def test_a_requeued_job_waits_for_its_run_directory(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int

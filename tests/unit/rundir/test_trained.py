@@ -21,6 +21,7 @@ _ROLLOUTS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(_ROLLOUTS)
 def test_every_rollout_is_read_as_it_was_written(rollouts: dict[str, tuple[float, list[float]]]) -> None:
     written = {

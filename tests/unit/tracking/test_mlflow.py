@@ -24,6 +24,8 @@ from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.tracking import Tracker
 from tests.unit.tracking.kit import reward_of, rollout, run_directory, write_steps
 
+pytestmark = pytest.mark.slow
+
 OVERRIDES = ["wandb.enabled=false", "mlflow.enabled=true", "mlflow.experiment=trial"]
 
 

@@ -35,6 +35,7 @@ def ended(tmp_path: Path) -> RunDir:
     return rundir
 
 
+@pytest.mark.slow
 def test_tensorboard_is_filled_once(ended: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["sync", str(ended.path)]) == 0
     assert "no tracker is enabled" in capfd.readouterr().out
@@ -47,6 +48,7 @@ def test_tensorboard_is_filled_once(ended: RunDir, capfd: pytest.CaptureFixture[
     assert list((ended.path / "tensorboard").iterdir()) == files
 
 
+@pytest.mark.slow
 def test_failures_are_one_line_each(
     ended: RunDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +62,7 @@ def test_failures_are_one_line_each(
     assert str(ended.path) in line
 
 
+@pytest.mark.slow
 def test_a_password_in_mlflow_s_variable_is_neither_printed_nor_stored(
     ended: RunDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +85,7 @@ def test_a_run_that_runs_is_left_to_its_own_trackers(
     assert "is running" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_offline_parts_of_wandb_become_one_run(
     ended: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_rows_tables_and_histograms_are_shown(tmp_path: Path) -> None:
     assert found.Tensors("reward/reward_mean")[0].wall_time == read_events(rundir.events)[0]["time"]
 
 
+@pytest.mark.slow
 def test_steps_that_were_lost_and_done_again_are_shown_once(tmp_path: Path) -> None:
     """The first attempt is killed after step 5; the second one resumes from step 3."""
     rundir = run_directory(tmp_path)
@@ -77,6 +78,7 @@ def test_steps_that_were_lost_and_done_again_are_shown_once(tmp_path: Path) -> N
     assert rewards(rundir) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_killed_attempt_s_rows_are_written_by_the_next(tmp_path: Path) -> None:
     """A real SIGKILL after two rows; the events of steps 3 and 4 never reached the tracker."""
     rundir = run_directory(tmp_path)
@@ -101,6 +103,7 @@ def test_a_killed_attempt_s_rows_are_written_by_the_next(tmp_path: Path) -> None
     assert sorted(rewards(rundir)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_removed_is_filled_again(tmp_path: Path) -> None:
     rundir = run_directory(tmp_path)
     attempt(rundir, 1, range(1, 4))

@@ -192,6 +192,7 @@ def test_no_failure_of_wandb_reaches_the_caller(
         assert fake.alerts == ["rollout_kl is high"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["init hangs", "log hangs", "finish hangs"])
 def test_an_unreachable_network_does_not_delay_the_run(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str

@@ -59,6 +59,7 @@ def wait_for(poll: Callable[[], Any], timeout_s: float = 30) -> Any:
 # --- steps ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_reports_what_users_watch(make: Callable[..., TrainerRank]) -> None:
     rank = make(algorithm={"use_kl_loss": True, "use_tis": True}, minibatches=2)
     batches = plan(0, n_minibatches=2)
@@ -76,6 +77,7 @@ def test_a_step_reports_what_users_watch(make: Callable[..., TrainerRank]) -> No
     assert metrics["seconds_total"] >= metrics["seconds_update"] > 0
 
 
+@pytest.mark.slow
 def test_training_raises_the_log_probability_of_what_was_rewarded(make: Callable[..., TrainerRank]) -> None:
     rank = make()
     samples = [dataclasses.replace(s, advantage=1.0) for s in make_samples(8)]
@@ -130,6 +132,7 @@ def test_a_step_keeps_the_log_probabilities_at_its_start(
     assert rank.take_trained() == {}
 
 
+@pytest.mark.slow
 def test_a_step_without_mini_batches_changes_nothing(make: Callable[..., TrainerRank]) -> None:
     rank = make()
     before = state_of(rank)
@@ -137,6 +140,7 @@ def test_a_step_without_mini_batches_changes_nothing(make: Callable[..., Trainer
     assert_equal_state(state_of(rank), before)
 
 
+@pytest.mark.slow
 def test_a_stop_between_micro_batches_abandons_the_step(make: Callable[..., TrainerRank]) -> None:
     rank = make()
     before = state_of(rank)
@@ -164,6 +168,7 @@ def test_a_stop_past_the_first_optimizer_step_finishes_the_step(make: Callable[.
     assert rank.step(plan(0, n_minibatches=2), step=1)["optimiser_steps"] == 2
 
 
+@pytest.mark.slow
 def test_bad_arrays_end_the_step_before_any_update(make: Callable[..., TrainerRank]) -> None:
     rank = make()
     before = state_of(rank)
@@ -342,6 +347,7 @@ def test_a_save_holds_the_state_at_its_beginning(
     assert rank.backend.progress() == {"optimiser_steps": 1}
 
 
+@pytest.mark.slow
 def test_a_failed_save_harms_neither_training_nor_the_next_save(
     make: Callable[..., TrainerRank], tmp_path: Path
 ) -> None:
@@ -353,6 +359,7 @@ def test_a_failed_save_harms_neither_training_nor_the_next_save(
     assert len(saved(rank, tmp_path / "good")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), OSError(12, "no memory")])
 def test_a_copy_that_finds_no_memory_harms_neither_training_nor_the_next_save(
     make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -370,11 +377,13 @@ def test_a_copy_that_finds_no_memory_harms_neither_training_nor_the_next_save(
     assert len(saved(rank, tmp_path / "good")) == 1
 
 
+@pytest.mark.slow
 def test_polling_without_a_save_is_refused(make: Callable[..., TrainerRank]) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         make().save_poll()
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_not_restored(make: Callable[..., TrainerRank], tmp_path: Path) -> None:
     rank = make()
     (entry,) = saved(rank, tmp_path / "checkpoint")

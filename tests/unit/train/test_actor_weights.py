@@ -151,6 +151,7 @@ def test_the_store_listens_on_the_given_address_only(make: Callable[..., Trainer
     assert listening == ["127.0.0.1"]
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_an_infrastructure_failure(folder: str) -> None:
     rank = TrainerRank(make_config(ranks=2), folder, 0, 2, 1)
     with pytest.raises(InfraError, match="did not come up"):

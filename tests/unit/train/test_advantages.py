@@ -34,6 +34,7 @@ def test_equal_rewards_give_exactly_zero(reward: float, n: int, normalize: bool)
     assert not group_advantages([reward] * n, normalize=normalize).any()
 
 
+@pytest.mark.slow
 @given(st.lists(rewards, max_size=12), st.booleans())
 def test_many_groups_at_once_equal_one_by_one(groups: list[list[float]], normalize: bool) -> None:
     together = grouped_advantages(groups, normalize=normalize)

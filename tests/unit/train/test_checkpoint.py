@@ -223,6 +223,7 @@ def test_poll_does_not_wait() -> None:
     assert save_.poll() == [{"name": "x"}]
 
 
+@pytest.mark.slow
 def test_a_save_that_nobody_wants_ends_between_two_tensors_and_leaves_no_file(tmp_path: Path) -> None:
     snapshot = Snapshot(torch.device("cpu"))
     shards = [Shard(f"model/{i}", torch.zeros(1 << 10), (1 << 10,), 0) for i in range(10)]

@@ -104,6 +104,7 @@ def test_after_the_loss_of_any_node_every_rank_restores_its_last_step(
             assert progress == {"optimizer_steps": step}
 
 
+@pytest.mark.slow
 def test_a_holder_keeps_two_copies_per_rank_and_forgets_those_of_steps_made_again(
     make_holder: MakeHolder, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def rollouts(draw: st.DrawFn) -> list[tuple[list[bool], float]]:
     return draw(st.lists(st.tuples(mask, st.floats(-3, 3)), min_size=1, max_size=5))
 
 
+@pytest.mark.slow
 @given(rollouts(), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(0, 2**31))
 def test_estimates_are_the_papers_sums_over_the_trained_tokens_of_each_rollout(
     drawn: list[tuple[list[bool], float]], gamma: float, lam: float, penalized: bool, seed: int
@@ -183,6 +184,7 @@ def test_the_critic_learns_what_a_rollout_returns(make: Callable[..., TrainerRan
     assert last["critic_lr"] == 1e-2 and last["optimiser_steps"] == 1
 
 
+@pytest.mark.slow
 def test_advantages_are_whitened_over_all_mini_batches(make: Callable[..., TrainerRank]) -> None:
     rank = make(algorithm=PPO, minibatches=2)
     rank.step(plan(3, n_minibatches=2), step=0)
@@ -195,6 +197,7 @@ def test_advantages_are_whitened_over_all_mini_batches(make: Callable[..., Train
     assert every.std(ddof=1) == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_critic_s_warm_up_leaves_the_policy_as_it_was(make: Callable[..., TrainerRank]) -> None:
     train = {"lr_schedule": "linear", "lr_warmup_steps": 0, "steps": 4}
     rank = make(algorithm=ppo(warmup_steps=2), train=train)
@@ -214,6 +217,7 @@ def test_the_critic_s_warm_up_leaves_the_policy_as_it_was(make: Callable[..., Tr
     assert rank.step(plan(3), step=3)["lr"] == pytest.approx(0)
 
 
+@pytest.mark.slow
 def test_a_kl_penalty_is_part_of_the_rewards_once(make: Callable[..., TrainerRank]) -> None:
     """After some steps the policy has left the reference: with equal rewards only the penalty differs."""
     rank = make(algorithm=ppo(lr=0.0) | {"use_kl_reward": True, "kl_coef": 0.5, "normalise_advantage": False})
@@ -234,6 +238,7 @@ def test_a_kl_penalty_is_part_of_the_rewards_once(make: Callable[..., TrainerRan
         np.testing.assert_allclose(trained.advantages_T[1:], wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_policy_update_that_is_not_finite_moves_only_the_critic(make: Callable[..., TrainerRank]) -> None:
     rank = make(algorithm=PPO)
     before = state_of(rank)
@@ -253,6 +258,7 @@ def test_a_policy_update_that_is_not_finite_moves_only_the_critic(make: Callable
     assert all(torch.equal(before[n], after[n]) for n in before if not n.startswith(CRITIC))
 
 
+@pytest.mark.slow
 def test_a_policy_update_that_fails_after_the_critic_s_leaves_no_whole_step(
     make: Callable[..., TrainerRank],
 ) -> None:
@@ -268,6 +274,7 @@ def test_a_policy_update_that_fails_after_the_critic_s_leaves_no_whole_step(
     assert not rank.holds_whole_step()
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_critic_s_step_abandons_the_step(make: Callable[..., TrainerRank]) -> None:
     rank = make(algorithm=PPO)
     before = state_of(rank)

@@ -65,6 +65,7 @@ def test_an_exported_commit_loads_in_transformers(
     assert not any(torch.equal(start[name], t) for name, t in trained.items() if name not in biases)
 
 
+@pytest.mark.slow
 def test_the_command_line_exports_in_half_precision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_an_export_over_a_file_is_refused_in_one_line(
     )
 
 
+@pytest.mark.slow
 def test_a_commit_of_another_shape_is_not_exported(tmp_path: Path) -> None:
     model_dir = save_tiny_model(tmp_path / "qwen3", "qwen3")
     commit_of(tmp_path / "commit", save_tiny_model(tmp_path / "llama", "llama"))
@@ -107,6 +109,7 @@ def test_a_commit_of_another_shape_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_quantized_original_s_export_says_nothing_of_quantization(tmp_path: Path) -> None:
     """The Megatron backend reads block-wise FP8, as DeepSeek-V3 is published; its commits are not FP8."""
     model_dir = save_tiny_model(tmp_path / "model", "deepseek_v3")

@@ -62,6 +62,7 @@ def some_weight(rows: int, columns: int, seed: int) -> Tensor:
     return (torch.randn((rows, columns), generator=generator) * spread).bfloat16()
 
 
+@pytest.mark.slow
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), seed=st.integers(0, 1000), power=st.booleans())
 def test_every_block_is_scaled_to_the_format_and_rounded(
     rows: int, columns: int, seed: int, power: bool

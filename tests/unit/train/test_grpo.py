@@ -155,6 +155,7 @@ algorithms = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(algorithms, st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 5))
 def test_loss_equals_the_reference(s: AlgorithmSettings, seed: int, slots: int, segments: int) -> None:
@@ -164,6 +165,7 @@ def test_loss_equals_the_reference(s: AlgorithmSettings, seed: int, slots: int, 
     assert float(loss) == pytest.approx(Reference(a, s, n_samples, n_tokens).loss(), rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(algorithms, st.integers(0, 2**31))
 def test_gradient_equals_finite_differences(s: AlgorithmSettings, seed: int) -> None:
@@ -334,6 +336,7 @@ def test_a_kl_penalty_needs_the_reference(penalty: str) -> None:
         packed_loss(bare, AlgorithmSettings.model_validate({penalty: True}), n_samples=1, n_tokens=1)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(algorithms, st.integers(0, 2**31))
 def test_metrics_and_losses_of_parts_add_up_to_the_whole(s: AlgorithmSettings, seed: int) -> None:

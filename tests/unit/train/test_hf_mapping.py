@@ -109,6 +109,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("naming", [LOCAL, FUSED], ids=["local", "fused"])
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_every_family_comes_back_bit_for_bit(name: str, naming: Naming) -> None:

@@ -45,6 +45,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [[13], [4, 4, 4], [17, 3, 9, 16, 2, 1]])
 def test_logits_and_gradients_equal_the_family_s_own(
@@ -136,6 +137,7 @@ def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize("bounds", [[0, 5], [0, 256], [0, 90, 91, 300, 301, 700], [0, 128, 256, 400]])
 def test_what_flex_attention_is_given_means_the_same(bounds: list[int], window: int | None) -> None:

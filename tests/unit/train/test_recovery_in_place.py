@@ -220,6 +220,7 @@ def test_the_failure_names_a_sample_that_was_alone_in_its_micro_batch(
         rank.recover()
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_moved_does_not_pass_for_the_base_model(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_rank_that_has_moved_does_not_pass_for_the_base_model(
     assert not rank.holds_whole_step()
 
 
+@pytest.mark.slow
 def test_a_failure_after_the_last_optimizer_step_leaves_no_state_of_before_the_step(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +258,7 @@ def test_a_failure_after_the_last_optimizer_step_leaves_no_state_of_before_the_s
     assert rank.recover() is False
 
 
+@pytest.mark.slow
 def test_segments_expand_after_a_lack_of_memory(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_memory_that_runs_out_in_the_first_mini_batch_costs_nothing(
     assert rank.holds_whole_step()
 
 
+@pytest.mark.slow
 def test_a_new_process_holds_no_step_before_its_state_is_restored(make: Callable[..., TrainerRank]) -> None:
     """In the middle of a run it has the base model's weights, which must not be committed."""
     rank = make()
@@ -64,6 +65,7 @@ def test_a_new_process_holds_no_step_before_its_state_is_restored(make: Callable
     assert rank.holds_whole_step()
 
 
+@pytest.mark.slow
 def test_between_two_mini_batches_and_in_the_middle_of_an_optimizer_step_there_is_no_whole_step(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +85,7 @@ def test_between_two_mini_batches_and_in_the_middle_of_an_optimizer_step_there_i
     assert not rank.holds_whole_step()
 
 
+@pytest.mark.slow
 def test_a_restored_state_is_whole_whatever_had_failed_before(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -25,6 +25,8 @@ from tests.trainer_kit import free_port, make_config, plan, run_ranks
 from tests.unit.train.test_actor_weights import engines as receivers
 from tests.update_engine import KEY, UpdateEngine, array_of, update_engines
 
+pytestmark = pytest.mark.slow
+
 BUCKET_BYTES = 20_000
 GROUP = "weights"
 

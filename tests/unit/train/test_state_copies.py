@@ -89,6 +89,7 @@ def test_a_step_that_is_made_again_replaces_the_copy_of_the_first_time(make: Mak
     assert same(state_of(rank), kept)
 
 
+@pytest.mark.slow
 def test_a_copy_that_fails_or_is_cut_short_leaves_the_one_before(
     make: Make, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_copy_that_fails_or_is_cut_short_leaves_the_one_before(
         rank.restore_copy(named(2))
 
 
+@pytest.mark.slow
 def test_the_memory_of_both_copies_is_allocated_before_the_first(make: Make, node: Path) -> None:
     rank = make()
     rank.prepare_copies()
@@ -126,6 +128,7 @@ def test_the_memory_of_both_copies_is_allocated_before_the_first(make: Make, nod
     assert {file: room.data_ptr() for file, room in copies._mapped_files.items()} == rooms
 
 
+@pytest.mark.slow
 def test_copies_whose_memory_could_not_be_allocated_early_are_tried_again(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +147,7 @@ def no_room(*_: Any) -> Any:
     raise OSError("no room")
 
 
+@pytest.mark.slow
 def test_a_copy_of_another_layout_is_refused(make: Make) -> None:
     make().copy_state(named(1))
     rank = make(dtype="bfloat16", algorithm={"advantage": "ppo"})
@@ -151,6 +155,7 @@ def test_a_copy_of_another_layout_is_refused(make: Make) -> None:
         rank.restore_copy(named(1))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_before_anything_is_copied(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +176,7 @@ def test_what_does_not_fit_is_named_before_anything_is_copied(
     assert copies.problem(shards, 1) is None  # a restarted rank: the memory is allocated already
 
 
+@pytest.mark.slow
 def test_a_node_without_shared_memory_is_named(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def play(tmp_path: Path) -> Callable[[Play], None]:
     return lambda act: asyncio.run(played(act))
 
 
+@pytest.mark.slow
 def test_steps_are_listed_and_left_with_brackets(play: Callable[[Play], None]) -> None:
     async def act(app: Viewer, pilot: Pilot[int]) -> None:
         assert "step 3: 6 rollouts, mean reward 0.500" in shown(app, "title")
@@ -46,6 +47,7 @@ def test_steps_are_listed_and_left_with_brackets(play: Callable[[Play], None]) -
     play(act)
 
 
+@pytest.mark.slow
 def test_a_rollout_is_read_as_messages_and_as_colored_tokens(play: Callable[[Play], None]) -> None:
     async def act(app: Viewer, pilot: Pilot[int]) -> None:
         await pilot.press("down", "enter")
@@ -67,6 +69,7 @@ def test_a_rollout_is_read_as_messages_and_as_colored_tokens(play: Callable[[Pla
     play(act)
 
 
+@pytest.mark.slow
 def test_a_group_is_shown_side_by_side(play: Callable[[Play], None]) -> None:
     async def act(app: Viewer, pilot: Pilot[int]) -> None:
         await pilot.press("g")
@@ -78,6 +81,7 @@ def test_a_group_is_shown_side_by_side(play: Callable[[Play], None]) -> None:
     play(act)
 
 
+@pytest.mark.slow
 def test_a_filter_searches_all_steps_and_a_wrong_one_is_said(play: Callable[[Play], None]) -> None:
     async def act(app: Viewer, pilot: Pilot[int]) -> None:
         await pilot.press("slash", *"reward:x", "enter")
@@ -91,6 +95,7 @@ def test_a_filter_searches_all_steps_and_a_wrong_one_is_said(play: Callable[[Pla
     play(act)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_read_any_more_does_not_end_the_viewer(tmp_path: Path) -> None:
     """The run goes on while it is read: a step is done again, or the filesystem refuses to read."""
     library = library_of(make_run(tmp_path))

@@ -32,6 +32,7 @@ def here(rank: int, port: int) -> NodeReady:
     return NodeReady(rank, f"n{rank}", HOST, 4, beacon=port)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_has_ended_is_lost_and_one_that_runs_is_not(quick: None) -> None:
     first, second = Beacon(HOST), Beacon(HOST)
     watch = watch_of(here(1, first.port), here(2, second.port))
@@ -64,6 +65,7 @@ def test_a_beacon_answers_many_connections_and_sends_nothing() -> None:
         socket.create_connection((HOST, lit.port), 5)
 
 
+@pytest.mark.slow
 def test_one_missing_answer_is_no_loss(quick: None) -> None:
     watch = watch_of(here(1, 1))
     for answer in (Cause.SILENT, Cause.SILENT, None, Cause.SILENT, Cause.SILENT):

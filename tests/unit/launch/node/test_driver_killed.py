@@ -99,6 +99,7 @@ def restarts(rundir: RunDir) -> list[tuple[str, str]]:
     return [(e["kind"], e["error"]) for e in read_events(rundir.events) if e["event"] == "restart"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["KILL", "SEGV", "TERM", "ABRT"])
 def test_a_driver_ended_by_a_signal_is_started_again(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: ByKernel, name: str
@@ -110,6 +111,7 @@ def test_a_driver_ended_by_a_signal_is_started_again(
     assert restarts(rundir) == [("DriverKilled", f"the driver was ended by SIG{name}")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 75, 137])
 def test_the_driver_s_own_exit_codes_end_the_attempt(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: ByKernel, code: int
@@ -120,6 +122,7 @@ def test_the_driver_s_own_exit_codes_end_the_attempt(
     assert (drivers.count, restarts(rundir)) == (1, [])
 
 
+@pytest.mark.slow
 def test_without_a_new_step_the_job_is_requeued_in_the_end(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: ByKernel
 ) -> None:
@@ -132,6 +135,7 @@ def test_without_a_new_step_the_job_is_requeued_in_the_end(
     assert (outcome.reason, outcome.exit_code) == (Reason.KILLED, EXIT_REQUEUE)
 
 
+@pytest.mark.slow
 def test_a_new_step_renews_the_budget(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: ByKernel
 ) -> None:
@@ -166,6 +170,7 @@ def _by_machine(attempt: JobAttempt, by_kernel: ByKernel) -> None:
     by_kernel["machine"] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("happens", "out_of_memory"),
     [(_stop_file, False), (_signalled, False), (_by_limit, True), (_by_machine, True)],

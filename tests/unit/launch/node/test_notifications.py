@@ -84,6 +84,7 @@ class Started:
         self.events.write("step", step=step, steps=9, seconds=1.0, phases={})
 
 
+@pytest.mark.slow
 def test_a_run_s_start_alarm_and_end_are_sent(tmp_path: Path, hook: Webhook) -> None:
     run = Started(tmp_path)
     with run.notifier():
@@ -102,6 +103,7 @@ def test_a_run_s_start_alarm_and_end_are_sent(tmp_path: Path, hook: Webhook) -> 
     assert run.lines == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "text"),
     [
@@ -118,6 +120,7 @@ def test_an_end_says_why(tmp_path: Path, hook: Webhook, event: dict[str, Any], t
     assert hook.bodies[0]["outcome"] == event["event"]
 
 
+@pytest.mark.slow
 def test_a_killed_driver_and_a_lost_node_are_reported(tmp_path: Path, hook: Webhook) -> None:
     run = Started(tmp_path)
     with run.notifier():
@@ -175,12 +178,14 @@ def test_a_failing_webhook_is_one_notice_without_its_url(
     assert "s3cr3t" not in run.rundir.events.read_text()
 
 
+@pytest.mark.slow
 def test_a_redirect_is_not_followed(hook: Webhook) -> None:
     hook.answers = [302]
     assert post(hook.url, {}) == "the server answered 302"
     assert hook.bodies == []
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "_LOOK_S", 0.05)
     monkeypatch.setattr(notifications, "_CLOSE_S", 1.0)
@@ -194,6 +199,7 @@ def test_a_server_that_is_away_delays_nothing(tmp_path: Path, monkeypatch: pytes
     assert "s3cr3t" not in run.lines[0]
 
 
+@pytest.mark.slow
 def test_a_metric_that_stays_beyond_its_threshold_is_one_message(tmp_path: Path, hook: Webhook) -> None:
     run = Started(tmp_path, "notify.events=[alarm, end]")
     with run.notifier():
@@ -211,6 +217,7 @@ def test_a_metric_that_stays_beyond_its_threshold_is_one_message(tmp_path: Path,
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["nothing", "a header without an end"])
 def test_a_webhook_that_never_answers_does_not_delay_the_end(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +250,7 @@ def test_a_webhook_that_never_answers_does_not_delay_the_end(
     assert "1 messages were not delivered" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a blank in it", "no HTTP server"])
 def test_a_wrong_url_never_stops_a_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "_LOOK_S", 0.05)

@@ -265,6 +265,7 @@ def test_too_many_bad_nodes_still_end_the_attempt(kit: Kit) -> None:
 # --- the rendezvous -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_node_does_not_wait_long_for_spares(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "SPARES_S", 0.3)
     for rank in (1, 4):
@@ -275,6 +276,7 @@ def test_the_first_node_does_not_wait_long_for_spares(kit: Kit, monkeypatch: pyt
     assert 0.3 <= time.monotonic() - began < 20
 
 
+@pytest.mark.slow
 def test_without_enough_nodes_the_rendezvous_fails_as_without_spares(kit: Kit) -> None:
     rendezvous.join(kit.rundir, kit.attempt, ready(1))
     rendezvous.join(kit.rundir, kit.attempt, ready(2, "n2: disk: full"))

@@ -116,6 +116,7 @@ def test_nodes_count_the_raylets_that_have_joined(tmp_path: Path) -> None:
     assert rendezvous.raylets_up(rundir, rundir.begin_attempt(kind="slurm")) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusals", [0, 2, 100])
 def test_a_start_waits_until_the_run_directory_accepts_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refusals: int
@@ -217,6 +218,7 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_another_node_exits_soon_after_a_signal_if_the_first_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_driver_waits_for_a_raylet_that_is_still_starting(
             bring_up.ray_connect(placement, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_on_one_node_the_driver_begins_after_the_raylet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_up: bool

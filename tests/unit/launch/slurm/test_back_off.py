@@ -40,6 +40,7 @@ def wait_after(outcomes: list[Outcome], chain: str = "7") -> int:
     return 0 if why is None else why.wait_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", [Reason.KILLED, Reason.STORAGE])
 def test_the_wait_grows_to_at_most_an_hour(reason: Reason) -> None:
     waits = [wait_after(ended(*[(reason, 0)] * n)) for n in range(9)]
@@ -127,6 +128,7 @@ def start_again(run: RunDir) -> int:
     return launcher.main([CONFIG, f"run.root={run.path.parent}", "run.name=run"])
 
 
+@pytest.mark.slow
 def test_the_start_after_an_unreported_end_waits_once(run: RunDir, tmp_path: Path, start: list[int]) -> None:
     """A killed attempt could not request the wait; the next start does, and the one after it continues."""
     for number in (1, 2):

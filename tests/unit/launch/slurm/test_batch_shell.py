@@ -87,6 +87,7 @@ def away(shell: Shell, when: Callable[[int], bool], restarts: int = 0) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missed", [range(1, 5), range(2, 6), range(0, 7)])
 def test_a_job_survives_a_controller_that_is_temporarily_unavailable(shell: Shell, missed: range) -> None:
     """The script queries the job before and after the run, and then requests the requeue."""
@@ -255,6 +256,7 @@ def test_a_job_whose_first_node_cannot_begin_an_attempt_is_requeued(shell: Shell
 WAIT = f'{ATTEMPT}; echo 240 >"$ORHPC_JOB_FOLDER/delay"; echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75'
 
 
+@pytest.mark.slow
 def test_a_job_that_must_wait_is_updated_once_it_is_pending(shell: Shell) -> None:
     """SLURM may take a moment to show the job as pending."""
     shell.program("srun", WAIT)
@@ -400,6 +402,7 @@ def test_a_signal_before_the_run_is_not_lost(shell: Shell) -> None:
     assert len(shell.calls("srun")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "restarts"), [("PENDING", 1), ("COMPLETING", 1), ("RUNNING", 1)])
 def test_a_requeue_whose_answer_is_lost_submits_no_successor(shell: Shell, state: str, restarts: int) -> None:
     """A busy controller requeues the job, and then refuses the repeated request."""

@@ -326,6 +326,7 @@ def test_a_local_process_can_hold_a_run(
     holder.claim(rundir, "7")
 
 
+@pytest.mark.slow
 def test_nodes_rendezvous_through_the_run_directory(rundir: RunDir) -> None:
     attempt = rundir.begin_attempt(kind="slurm")
     found: list[int] = []
@@ -351,6 +352,7 @@ def test_nodes_rendezvous_through_the_run_directory(rundir: RunDir) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_filesystem_that_is_not_shared_is_detected(rundir: RunDir) -> None:
     with pytest.raises(PreflightError, match="filesystem that all nodes share"):
         rendezvous.await_announcement(rundir, job_of(1), 0.3)

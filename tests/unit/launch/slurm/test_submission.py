@@ -108,6 +108,7 @@ def test_every_setting_reaches_the_header() -> None:
 _FIELDS = ["partition", "account", "qos", "mem", "constraint", "reservation", "exclude", "mail_user", "time"]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(_FIELDS), st.text(max_size=30) | st.from_regex(r"\A[a-z]+[\n\r #'\"$`\\]+--x\Z"))
 def test_no_header_value_adds_a_line_or_an_option(field: str, value: str) -> None:
@@ -267,6 +268,7 @@ def test_only_a_running_job_is_requeued(tmp_path: Path, state: str, restarts: in
     assert ("not requeued" in result.stdout) is not back
 
 
+@pytest.mark.slow
 def test_no_signal_is_lost_while_slurm_is_queried_about_the_previous_one(tmp_path: Path) -> None:
     """bash loses signals while a trap waits for a program: two in five within 60 ms of the first."""
     handler = BODY[BODY.index("stop() {") : BODY.index("# If SLURM may not requeue")]

@@ -18,6 +18,7 @@ def _foreign_texts(controls: tuple[str, ...]) -> st.SearchStrategy[str]:
     return st.lists(pieces | st.text(max_size=3), max_size=8).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFICIAL)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

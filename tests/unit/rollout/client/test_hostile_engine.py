@@ -21,7 +21,7 @@ from orhpc.rollout.loaded_agent import load_agent
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.types import Sampling
 from orhpc.wire.routes import RouteShape, encode_routes
-from tests.hostile import Hostile, Raw, answer, as_json, endless, hostile_server, zipped
+from tests.hostile import Hostile, Raw, answer, as_json, endless, gzip_bomb, hostile_server
 
 VOCABULARY = 300
 SHAPE = RouteShape(layers=2, topk=2, experts=4)
@@ -141,7 +141,7 @@ SPACES = b" " * 65536
     ("call", "path", "shape", "mebibytes"),
     [
         pytest.param("generate", "/generate", endless("application/json", SPACES), 16, id="a generation"),
-        pytest.param("generate", "/generate", zipped(b" " * 700_000_000), 16, id="a gzip bomb"),
+        pytest.param("generate", "/generate", gzip_bomb(), 16, id="a gzip bomb"),
         pytest.param("generate", "/generate", endless("text/html", SPACES, status="500 X"), 16, id="error"),
         pytest.param("health", "/health", endless("text/html", SPACES), 16, id="another process on the port"),
         pytest.param("server_info", "/server_info", endless("application/json", SPACES), 200, id="control"),

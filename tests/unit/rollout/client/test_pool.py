@@ -29,6 +29,7 @@ def test_load_is_spread_and_affinity_kept() -> None:
         assert set(rollouts.values()) == {3}, "all turns of a rollout stay on one engine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "groups"), [(16, 16), (16, 4), (2, 16), (3, 5)])
 def test_workers_spread_their_rollouts_over_all_engines(workers: int, groups: int) -> None:
     """Groups of 16 on 32 engines; each worker knows its own requests only, and routes are asked for."""
@@ -150,6 +151,7 @@ def test_a_healthy_engine_is_readmitted_automatically() -> None:
     with_pool([engine], run)
 
 
+@pytest.mark.slow
 def test_an_earlier_probe_does_not_take_a_readmitted_engine_down() -> None:
     """A probe that waits while the engine is readmitted would find it in the middle of a sync."""
     engine = FakeEngine()
@@ -210,6 +212,7 @@ def test_the_version_is_the_oldest_possible_one_of_a_token() -> None:
     assert with_pool([engine], run) == 4
 
 
+@pytest.mark.slow
 def test_a_pool_fails_in_bounded_time_with_the_reason() -> None:
     engines = [FakeEngine(), FakeEngine()]
     for engine in engines:
@@ -290,6 +293,7 @@ def test_a_pool_needs_engines() -> None:
         EnginePool([], key=None, request_timeout_s=1)
 
 
+@pytest.mark.slow
 def test_many_concurrent_requests_are_in_flight_at_once() -> None:
     engines = [FakeEngine(), FakeEngine()]
 

@@ -70,6 +70,7 @@ def test_random_numbers_of_positions_and_seeds_are_independent() -> None:
 logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=40)
 
 
+@pytest.mark.slow
 @given(logit_rows, st.floats(0.3, 3), st.integers(0, 1000))
 def test_logprobs_are_those_of_the_scaled_distribution(
     row: list[float], temperature: float, seed: int
@@ -106,6 +107,7 @@ def test_truncation_keeps_the_tokens_of_top_k_top_p_and_min_p(
     assert logprob == pytest.approx(math.log(p[token]), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_truncated_samples_follow_the_renormalized_distribution() -> None:
     logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
     draws = 20_000

@@ -54,6 +54,7 @@ def saved(family: str, folder: Path, seed: int) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "made of its config"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_with_the_checkpoints_names_gives_the_checkpoints_model(

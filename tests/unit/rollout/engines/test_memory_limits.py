@@ -42,6 +42,7 @@ def test_only_the_log_since_the_last_start_counts(engine: Printing) -> None:
     assert not engine.ran_out_of_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -283,6 +283,7 @@ def test_models_that_sglang_reads_incorrectly_are_refused(
     sglang_server.refuse_misread_models(tmp_path / "of the hub")
 
 
+@pytest.mark.slow
 def test_a_missing_sglang_is_reported_in_one_line() -> None:
     hide = "import sys; sys.modules['sglang'] = None; from orhpc.rollout.engines.sglang_server import main; "
     run = subprocess.run(

@@ -20,6 +20,7 @@ class Many(TrainSplit):
     submit = Plain.submit
 
 
+@pytest.mark.slow
 def test_all_tasks_of_a_split_are_described_by_index() -> None:
     async def body(environment: Environment) -> None:
         assert await describe_tasks(environment, "train") == Many.TASKS
@@ -30,6 +31,7 @@ def test_all_tasks_of_a_split_are_described_by_index() -> None:
         within(served.url, body, name="many", settings={"variant": "many"})
 
 
+@pytest.mark.slow
 def test_an_older_server_is_asked_for_each_task() -> None:
     async def body(environment: Environment) -> None:
         assert await describe_tasks(environment, "train") == Many.TASKS[:5]
@@ -40,6 +42,7 @@ def test_an_older_server_is_asked_for_each_task() -> None:
         assert served.calls("/many/task") == 5
 
 
+@pytest.mark.slow
 def test_tasks_are_found_by_their_specifications(served: Served) -> None:
     async def body(environment: Environment) -> None:
         hashes = [hash_of({"a": 2}), hash_of({"a": 0})]

@@ -69,6 +69,7 @@ def config_of(*, compiled: bool, recompute: bool = True, **options: Any) -> Conf
     return make_config(train=train, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "recompute", "graphs"),
     [
@@ -97,6 +98,7 @@ def test_gradients_are_those_without_compilation_and_code_is_shared(
     assert counted.graphs <= graphs + 2
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_recomputation_compute_the_same(counted: Counted, tmp_path: Path) -> None:
     folder, samples = save_tiny_model(tmp_path, "qwen3"), make_samples()
     plain = fsdp_backend(config_of(compiled=False, recompute=False), folder)
@@ -116,6 +118,7 @@ def products(backend: Any) -> int:
     return sum(event.name in ("aten::mm", "aten::addmm", "aten::bmm") for event in found.events() or [])
 
 
+@pytest.mark.slow
 def test_a_recomputation_does_not_repeat_the_last_product(counted: Counted, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, "qwen3")
     plain, backend = (fsdp_backend(config_of(compiled=compiled), folder) for compiled in (False, True))
@@ -141,6 +144,7 @@ def test_two_ranks_compute_what_one_does_without_compilation(tmp_path: Path) -> 
         assert graphs > 0
 
 
+@pytest.mark.slow
 def test_the_critic_computes_what_it_does_without_compilation(counted: Counted, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, "llama")
     plain, ours = (critic_gradients(0, 1, folder, {"train": {"compile": c}}) for c in (False, True))

@@ -129,6 +129,7 @@ def test_gradient_equals_plain_transformers_for_any_packing(
     assert_close(ours, plain_gradients(folders[family], config, samples), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2, 9])
 def test_only_the_first_layers_are_recomputed(folders: dict[str, str], first: int) -> None:
     options: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True, "recompute_layers": first}]
@@ -195,6 +196,7 @@ def test_activations_are_recomputed_and_nothing_else_is_in_training_mode(
     assert inside and not any(module.training for module in inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bfloat16_keeps_float32_master_weights(folders: dict[str, str], family: str) -> None:
     backend = fsdp_backend(make_config(dtype="bfloat16"), folders[family])
@@ -216,6 +218,7 @@ def test_bfloat16_keeps_float32_master_weights(folders: dict[str, str], family: 
     assert cosine / (lengths[0] * lengths[1]) > 0.98
 
 
+@pytest.mark.slow
 def test_the_language_part_of_a_larger_checkpoint_is_exported_under_its_names(tmp_path: Path) -> None:
     text = tiny_model("llama4").config.to_dict()
     vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

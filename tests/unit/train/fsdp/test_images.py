@@ -139,6 +139,7 @@ def assert_equal(
         assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max() + 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("max_tokens", [60, 10_000])
 def test_packed_samples_with_images_equal_transformers(
