@@ -162,7 +162,7 @@ def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[
 
 
 def model_folder(case: Case, options: argparse.Namespace) -> Path:
-    return options.work / f"{options.size}-{case.layers}"
+    return options.work / f"{options.size}-{case.layers}{'-even' if options.even else ''}"
 
 
 def config_of(case: Case, options: argparse.Namespace) -> Config:
@@ -228,7 +228,7 @@ def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
 def run_case(case: Case, options: argparse.Namespace, outcome: Outcome, until: float) -> None:
     """Create the model, then run until the steps are done or the deadline is reached."""
     began = time.monotonic()
-    folder = write_model(model_folder(case, options), case.layers, options.size)
+    folder = write_model(model_folder(case, options), case.layers, options.size, even=options.even)
     print(f"   {folder.name}: there after {time.monotonic() - began:.1f} s", flush=True)
     runs = options.work / "runs" / case.name
     shutil.rmtree(runs, ignore_errors=True)
@@ -338,6 +338,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/one_node"), help="models and runs: large")
     parser.add_argument("--size", choices=["30b", "tiny"], default="30b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--even", action="store_true", help="random weights that use all experts alike")
     parser.add_argument("--own-kernels", action="store_true", help="SGLang's defaults, not the kit's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--check", action="store_true", help="only say what each case would take")

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.gpu import one_node_report as figures
-from tests.gpu.random_model import SPREAD, even_tokens, random_bfloat16
+from tests.gpu.random_model import EVEN_EXPONENT, SPREAD, even_tokens, random_bfloat16, write_model
 
 OUTCOME: dict[str, Any] = {
     "name": "bf16", "overrides": [], "machine": "NVIDIA H200", "gpus": 8, "trainer_gpus": 8,
@@ -86,3 +87,18 @@ def test_the_reward_counts_sampled_tokens_alone() -> None:
 
     rollout: Any = Rolled()
     assert even_tokens(rollout) == 2 / 3
+
+
+def test_an_even_model_adds_less_to_its_tokens(tmp_path: Path) -> None:
+    usual, even = (
+        load_folder(write_model(tmp_path / str(kind), 2, "tiny", even=kind)) for kind in (False, True)
+    )
+    assert usual.keys() == even.keys()
+    scaled = {name for name in usual if not torch.equal(usual[name], even[name])}
+    assert scaled == {n for n in usual if n.endswith(("o_proj.weight", "down_proj.weight"))}
+    for name in scaled:
+        assert torch.equal(even[name], usual[name] * 2.0**-EVEN_EXPONENT)
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
