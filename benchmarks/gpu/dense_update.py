@@ -1,11 +1,12 @@
-"""Speed and memory of whole updates of a dense model on one GPU: FSDP, FSDP with compiled layers, Megatron.
+"""Speed and memory of whole updates of a dense model on one GPU, by trainer and by what is recomputed.
 
     python benchmarks/gpu/dense_update.py --out DIR [--seconds 570] [--size 1.7b 0.6b] [--turns 2]
 
 Random weights of Qwen3-1.7B's shapes in micro-batches of 32,768 tokens, and of Qwen3-0.6B's in micro-batches
 of 16,384; about 290,000 tokens an update, in samples of 640 to 1,408 tokens, so that micro-batches differ in
-length. All sides get the same micro-batches, recompute whole layers and compute in bfloat16. They take turns
-in one process: a side is started, makes two updates, of which the first compiles, then those that are timed,
+length. All sides get the same micro-batches and compute in bfloat16. They recompute all layers; "kept" ones
+none, and "half kept" ones the first half. The plan's memory stands beside the peak. They take turns in one
+process: a side is started, makes two updates, of which the first compiles, then those that are timed,
 and in the first turn one of two micro-batches under torch's profiler. FLOPs are counted without
 recomputation's. A side that fails is noted, and the others go on. Results are written to
 ``DIR/dense_update.json`` as they are measured; the table is printed last and kept as ``DIR/dense_update.md``.
@@ -36,6 +37,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from orhpc.config import Config  # noqa: E402
+from orhpc.models import read_shape  # noqa: E402
+from orhpc.plan.layout import trainer_layout  # noqa: E402
+from orhpc.plan.memory import trainer_demand, trainer_memory  # noqa: E402
 from orhpc.types import Sample  # noqa: E402
 from tests.gpu import megatron_kit as kit  # noqa: E402
 from tests.gpu import update_kit  # noqa: E402
@@ -70,7 +74,13 @@ FILLED = 0.985
 SIDES: dict[str, dict[str, Any]] = {
     "fsdp": {"train": {"backend": "fsdp", "compile": False}},
     "fsdp compiled": {"train": {"backend": "fsdp", "compile": True}},
+    "fsdp kept": {"train": {"backend": "fsdp", "compile": True, "gradient_checkpointing": False}},
+    "fsdp half kept": {"train": {"backend": "fsdp", "compile": True, "recompute_layers": 14}},
+    "fsdp kept, not compiled": {
+        "train": {"backend": "fsdp", "compile": False, "gradient_checkpointing": False}
+    },
     "megatron": {"train": {"backend": "megatron"}, "megatron": {"recompute": "full"}},
+    "megatron kept": {"train": {"backend": "megatron", "gradient_checkpointing": False}},
 }
 WARM = 2
 GIB = 2**30
@@ -88,10 +98,10 @@ def samples_of(size: Size) -> list[Sample]:
 def config_of(size: Size, device: str, side: str) -> Config:
     """A trainer whose weights do not change, so that every update is the same."""
     sections = dict(SIDES[side])
-    more = {
+    same = {
         "lr": 1e-30, "weight_decay": 0.0, "max_tokens_per_gpu": size.tokens, "gradient_checkpointing": True,
     }  # fmt: skip
-    return kit.make_config(1, device, train=sections.pop("train") | more, **sections)
+    return kit.make_config(1, device, train=same | sections.pop("train"), **sections)
 
 
 class Bench:
@@ -137,8 +147,11 @@ class Bench:
             layers = size.model["num_hidden_layers"]
             folder = kit.make_folder(f"dense-{name}-{layers}", size.model, self.options.device)
             began = time.monotonic()
-            trainer = kit.start(config_of(size, self.options.device, side), folder)
-            self.put(f"{name}, {side}", start_s=round(time.monotonic() - began, 1))
+            config = config_of(size, self.options.device, side)
+            planned = trainer_memory(read_shape(folder), trainer_layout(config), trainer_demand(config)).total
+            trainer = kit.start(config, folder)
+            started = round(time.monotonic() - began, 1)
+            self.put(f"{name}, {side}", start_s=started, planned_gib=round(planned / GIB, 2))
             self._measure(f"{name}, {side}", trainer, size, folder, turn)
         except Exception as error:
             traceback.print_exc()
@@ -183,8 +196,8 @@ class Bench:
 
 
 COLUMNS = (
-    "model", "side", "s", "tokens/s", "TFLOP/s", "peak GiB", "ratio to megatron", "gradient norm",
-    "first update, s",
+    "model", "side", "s", "tokens/s", "TFLOP/s", "peak GiB", "planned", "ratio to megatron",
+    "gradient norm", "first update, s",
 )  # fmt: skip
 KINDS = ("GEMM", "attention", "elementwise", "copy", "optimizer")
 
@@ -206,7 +219,14 @@ def table(found: dict[str, dict[str, Any]], sizes: Sequence[str]) -> str:
             row = found.get(f"{size}, {side}", {})
             if "seconds" in row:
                 ratio = f"{row['seconds'] / base:.3f}" if base else ""
-                cells = [row["seconds"], row["tokens_s"], row["tflops"], row["peak_gib"], ratio]
+                cells = [
+                    row["seconds"],
+                    row["tokens_s"],
+                    row["tflops"],
+                    row["peak_gib"],
+                    row["planned_gib"],
+                    ratio,
+                ]
                 cells += [f"{row['grad_norm']:.6g}", row["warm_s"][0]]
                 lines.append(f"| {size} | {side} | {' | '.join(map(str, cells))} |")
             if profile := row.get("profile"):
