@@ -227,6 +227,8 @@ async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> d
     if not plan.minibatches:
         log.warning("step %d has nothing to train on", state.step + 1)
         return {"skipped": 1.0}
+    if state.max_tokens < run.config.train.max_tokens_per_gpu:  # lowered in an earlier attempt, perhaps
+        runtime.trainers.short_of_memory = True
     try:
         number = state.step + 1
         traces = run.rundir.profile_of(number) if number in run.config.train.profile_steps else None

@@ -64,6 +64,7 @@ async def repeat_after_failure(
             if run.stop_requested():
                 raise
             if isinstance(error, OutOfMemory):
+                runtime.trainers.short_of_memory = True
                 smaller = tries.smaller(state, error)
                 if smaller is None:
                     raise

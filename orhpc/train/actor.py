@@ -88,8 +88,6 @@ class TrainerRank(RankState):
         self._trained: dict[str, TrainedRollout] = {}
         self._rng: dict[str, Any] | None = None
         """Of torch's random generators when the last step began."""
-        self._memory_was_short = False
-        """Whether a step ran out of memory: gaps in the allocator's segments may have made the difference."""
 
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
@@ -182,7 +180,9 @@ class TrainerRank(RankState):
         with typed_failures("log-probabilities of what engines sampled"):
             return sampled_logprobs(self.backend, samples)
 
-    def step(self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "") -> dict[str, float]:
+    def step(
+        self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "", short_of_memory: bool = False
+    ) -> dict[str, float]:
         """Train on this rank's micro-batches of all mini-batches (collective).
 
         First computes what needs the parameters at the start of the step, then takes one optimizer step per
@@ -191,7 +191,8 @@ class TrainerRank(RankState):
         ``entropy``, ``kl``, ``logprob_diff_mean`` and ``_max`` (trainer against rollout), ``tokens``, with a
         critic ``value_loss`` and ``explained_variance``, ``seconds_*`` (the slowest rank's), on GPUs
         ``memory_trainer_peak_gb``.
-        ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
+        ``traces``: folder for profiles of the profiled ranks; empty: no profiling.  ``short_of_memory``:
+        use expandable segments (:mod:`orhpc.process.cuda_allocator`).
 
         Raises NonFinite, OutOfMemory, StopRequested, InfraError, DataError.
         """
@@ -206,7 +207,7 @@ class TrainerRank(RankState):
             self._naming_the_sample(passes),
             typed_failures(f"step {step}"),
             self._counting_steps(),
-            expandable_segments(self.device) if self._memory_was_short else contextlib.nullcontext(),
+            expandable_segments(self.device) if short_of_memory else contextlib.nullcontext(),
             traced(self.config, traces, self.rank),
         ):
             prepared = passes.prepare(minibatches)
@@ -289,15 +290,13 @@ class TrainerRank(RankState):
     def recover(self) -> bool:
         """Forget a failed step and free its memory (collective if there are several ranks).
 
-        Later steps use :func:`~orhpc.process.cuda_allocator.expandable_segments`.
-
         Returns whether this rank still holds the state of before the step.  Raises InfraError if it needs a
         new process instead.
         """
         with or_restart("the trainer could not recover in place"):
             if not self.backend.recover(new_groups=self.world_size > 1):
                 raise InfraError("this trainer cannot forget a failed step")
-            self._trained, self._memory_was_short = {}, True
+            self._trained = {}
             free_memory(self.device)
             whole = self.holds_whole_step()
             if whole and self._rng is not None:

@@ -34,15 +34,17 @@ class FaultyTrainerRank(TrainerRank):
         """See :func:`orhpc.rundir.storage.rehearse_full_disk`."""
         rehearse_full_disk(seconds)
 
-    def step(self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "") -> dict[str, float]:
+    def step(
+        self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "", short_of_memory: bool = False
+    ) -> dict[str, float]:
         """See :meth:`TrainerRank.step`; fails as :meth:`arm` has asked."""
         kind, self._armed = self._armed, None
         if kind is None:
-            return super().step(minibatches, step=step, traces=traces)
+            return super().step(minibatches, step=step, traces=traces, short_of_memory=short_of_memory)
         unharmed: Callable[[MicroBatch], PackedBatch] = self.load_batch
         self.load_batch = lambda micro_batch: self._strike(kind, unharmed(micro_batch))
         try:
-            return super().step(minibatches, step=step, traces=traces)
+            return super().step(minibatches, step=step, traces=traces, short_of_memory=short_of_memory)
         finally:
             self.load_batch = unharmed
 

@@ -68,6 +68,8 @@ class Trainers:
         self.ranks: list[ActorHandle[Any]] = []
         self.info: dict[str, Any] = {}
         self.paces = PaceWatch()
+        self.short_of_memory = False
+        """Whether a step has run out of memory: see :meth:`TrainerRank.step`."""
         self.copies_problem: str | None = None
         """Why a node cannot hold copies of its ranks' state; None if all can."""
 
@@ -254,7 +256,9 @@ class Trainers:
         limit = float("inf") if folder else self._limit.seconds(tokens)  # tracing slows an update down
         # Ray passes every rank the list itself, from one copy in its object store.
         minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
-        stepping = asyncio.ensure_future(self.all(TrainerRank.step, minibatches, step=step, traces=folder))
+        short = self.short_of_memory
+        work = self.all(TrainerRank.step, minibatches, step=step, traces=folder, short_of_memory=short)
+        stepping = asyncio.ensure_future(work)
         asked = False
         while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
             if not asked and stop():

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from orhpc.driver.loop import update
 from orhpc.driver.memory_tries import Phase, SampleLimit
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
@@ -43,6 +44,7 @@ class Trainers:
         self.held, self.failure, self.recovered = held, failure, recovered
         self.made: list[CopyId] = []
         self.copies_problem = None
+        self.short_of_memory = False
         self.calls: list[str] = []
 
     async def recover(self) -> bool:
@@ -127,6 +129,7 @@ def test_a_lost_trainer_repeats_the_step_from_the_copies_once(run: Run, error: O
     assert trainers.calls == ["restart", "copy 5", "restarted"]
     kinds = [e["event"] for e in read_events(run.rundir.events)]
     assert kinds == ["trainers_restarted", "notice"]
+    assert not trainers.short_of_memory
     with pytest.raises(type(error)):
         repeated(run, trainers, [error, error])
 
@@ -135,10 +138,28 @@ def test_out_of_memory_halves_the_budget_as_often_as_the_policy_allows(run: Run)
     trainers, error = Trainers({5}), OutOfMemory("step 6: out of memory")
     budgets, state = repeated(run, trainers, [error] * 3)
     assert (budgets, state.max_tokens, run.max_tokens) == ([1000, 500, 250, 125], 125, 125)
+    assert trainers.short_of_memory
     event = [e for e in read_events(run.rundir.events) if e["event"] == "trainers_restarted"][-1]
     assert "125 tokens per micro-batch instead of train.max_tokens_per_gpu 1000" in lowered_budget(event)
     with pytest.raises(OutOfMemory):
         repeated(run, trainers, [error] * 4)
+
+
+@pytest.mark.parametrize(("tokens", "short"), [(1000, False), (999, True)])
+def test_a_budget_that_an_earlier_attempt_has_lowered_says_that_memory_is_short(
+    run: Run, tokens: int, short: bool
+) -> None:
+    class Steps:
+        short_of_memory = False
+
+        async def step(self, *_: object) -> dict[str, float]:
+            return {"short": float(self.short_of_memory)}
+
+    train = run.config.train.model_copy(update={"max_tokens_per_gpu": 1000})
+    run.config = run.config.model_copy(update={"train": train})
+    runtime, plan = cast(Any, SimpleNamespace(trainers=Steps())), cast(Any, SimpleNamespace(minibatches=[1]))
+    metrics = asyncio.run(update(run, runtime, plan, State(5, max_tokens=tokens, setting=1000)))
+    assert metrics == {"short": float(short)}
 
 
 def test_a_sync_without_memory_is_repeated_once_and_leaves_the_budget(run: Run) -> None:
