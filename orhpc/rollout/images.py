@@ -71,9 +71,13 @@ class ImageReader:
         return "".join(pieces), images
 
     async def shown(self, result: ToolResult, *, seen: int, what: str) -> ToolResult:
-        """Decode the images of a tool's result; raises BadAnswer."""
+        """Decode the images of a tool's result; raises BadAnswer.
+
+        A mark without an image, as in an error that repeats what the model wrote, is replaced: it would
+        become a placeholder.
+        """
         if not result.images:
-            return result
+            return replace(result, text=result.text.replace(IMAGE_MARK, "\ufffd"))
         text, images = await self.read(result.text, result.images, seen=seen, what=what)
         return replace(result, text=text, images=(), shown=tuple(images))
 

@@ -190,6 +190,23 @@ def test_images_are_bounded_in_number_size_and_by_the_length_limit(folders: dict
     assert "the prompt: an image cannot be used: not a readable image" in (rollout.error or "")
 
 
+@pytest.mark.parametrize("error", ["not_found", "tool_raised"])
+def test_an_error_that_repeats_the_mark_is_text(folders: dict[str, str], error: str) -> None:
+    """A model can sample the mark as a tool's name or argument, which many errors repeat."""
+    folder, result = folders["qwen3-vl"], ToolResult(f"no '{M}'", error=error)
+    seen = ToolResult(f"y{M}", images=encoded(picture(64, 64)))
+    room = PictureRoom("Go.", (), {"see": [result, seen]})
+    rollout, policy = roll(folder, room, [call("see") * 2, "Done."])
+    assert rollout.end is RolloutEnd.ANSWERED
+    assert "no '\ufffd'" in seeing_chat(folder).codec.decode(policy.prompts[1])
+    token = ImageReader.of(folder, RolloutSettings()).token
+    assert _runs(policy.prompts[1], token) == [p.image.tokens for p in rollout.images] == [4]
+    room = PictureRoom("Go.", (), {})
+    room._terminal = [result, ToolResult("Right.", reward=1.0, finished=True)]
+    rollout, _ = roll(folder, room, ["One.", "Two."])
+    assert rollout.end is RolloutEnd.TERMINAL
+
+
 def test_a_sampled_placeholder_ends_the_rollout(folders: dict[str, str]) -> None:
     folder = folders["qwen3-vl"]
     room = PictureRoom(M, encoded(picture(64, 64)), {"see": []})
