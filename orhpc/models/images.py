@@ -88,6 +88,10 @@ class ImageProcessor:
                     whole = ImageOps.exif_transpose(image).convert("RGB")
         except ValueError:
             raise
+        except Pil.UnidentifiedImageError:  # its text has the address of an object in it
+            raise ValueError(f"not a readable image ({', '.join(FORMATS)})") from None
+        except Pil.DecompressionBombError:  # PIL's own limit, which is higher
+            raise ValueError(f"an image of too many pixels; the maximum is {MAX_DECODED_PIXELS}") from None
         except Exception as error:  # noqa: BLE001  # a damaged file makes PIL raise nearly anything
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(f"not a readable image ({', '.join(FORMATS)}): {reason}") from None

@@ -83,7 +83,13 @@ class ImageReader:
 
     def _decoded(self, data: str, what: str) -> Image:
         try:
-            return self._processor.fitted(pybase64.b64decode(data, validate=True))
+            content = pybase64.b64decode(data, validate=True)
+        except ValueError as error:
+            is_url = data.startswith(("data:", "http:", "https:"))
+            problem = "a URL, not base64" if is_url else f"not base64: {error}"
+            raise BadAnswer(f"{what}: an image cannot be used: its data are {problem}") from None
+        try:
+            return self._processor.fitted(content)
         except ValueError as error:
             raise BadAnswer(f"{what}: an image cannot be used: {error}") from None
 

@@ -185,9 +185,22 @@ def test_images_are_bounded_in_number_size_and_by_the_length_limit(folders: dict
     assert rollout.length <= 760
     assert [p.image.tokens for p in rollout.images] == [9]  # the second was cut off with the text before it
     assert _runs(policy.prompts[1], rollout.tokens_T[rollout.images[0].start]) == [9]
-    rollout, _ = roll(folder, PictureRoom(M, encoded(b"no image")), [])
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (encoded(b"no image")[0], "not a readable image (PNG, JPEG, WEBP)"),
+        ("data:image/png;base64," + encoded(picture(64, 64))[0], "its data are a URL, not base64"),
+        (base64.encodebytes(picture(64, 64)).decode(), "its data are not base64: Non-base64 digit found"),
+    ],
+)
+def test_an_image_that_cannot_be_used_fails_its_rollout(
+    folders: dict[str, str], data: str, problem: str
+) -> None:
+    rollout, _ = roll(folders["qwen3-vl"], PictureRoom(M, (data,)), [])
     assert rollout.end is RolloutEnd.FAILED
-    assert "the prompt: an image cannot be used: not a readable image" in (rollout.error or "")
+    assert rollout.error == f"BadAnswer: the prompt: an image cannot be used: {problem}"
 
 
 @pytest.mark.parametrize("error", ["not_found", "tool_raised"])
