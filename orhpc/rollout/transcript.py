@@ -15,7 +15,7 @@ import numpy as np
 
 from orhpc.errors import EngineUnavailable, MalformedToolCall, OrhpcError
 from orhpc.rollout.chat.messages import AssistantMessage
-from orhpc.rollout.environment.tools import ToolResult
+from orhpc.rollout.environment.tools import IMAGE_MARK, ToolResult
 from orhpc.rollout.images import described
 from orhpc.types import (
     Generation,
@@ -168,7 +168,9 @@ class RolloutBuilder:
         if result.metadata:
             more["metadata"] = recordable(result.metadata)
         self.unplaced += result.shown
-        self.add_message("tool", described(result.text, result.shown), name=name, **more)
+        # Images that were not decoded, because the model is not shown them.
+        text = described(result.text, result.shown).replace(IMAGE_MARK, "[image]", len(result.images))
+        self.add_message("tool", text, name=name, **more)
 
     def rollout(
         self,

@@ -43,16 +43,18 @@ async def execute(
         builder: receives the results in the order of the calls, not of their completion.
         at_once: maximum number of concurrent calls.
         longest: maximum characters of a result; longer results are truncated with a notice.
-        images: decodes images of results; None if the model does not see them.
+        images: decodes images of results, except at the end of the task, when the model is not shown them;
+            None if the model does not see.
 
     Raises the error of the first failing call and cancels the calls still running.
     """
     if not message.tool_calls:
         result = truncated(await session.answer(message.text), longest)
-        if images is not None:
+        goes_on = result.error is not None and not result.finished
+        if images is not None and goes_on:
             result = await images.shown(result, seen=len(builder.images), what="answer")
         builder.add_tool_result("answer", result, is_call=False)
-        return [result.text] if result.error is not None and not result.finished else None
+        return [result.text] if goes_on else None
     results: dict[int, ToolResult] = {}
     try:
         await _run_calls(session, message.tool_calls, results, at_once, longest)

@@ -203,6 +203,19 @@ def test_an_image_that_cannot_be_used_fails_its_rollout(
     assert rollout.error == f"BadAnswer: the prompt: an image cannot be used: {problem}"
 
 
+@pytest.mark.parametrize("data", [picture(64, 64), b"no image"])
+def test_images_after_the_end_are_not_decoded(folders: dict[str, str], data: bytes) -> None:
+    """The model is not shown them, so that none can cost the rollout its reward."""
+    last = ToolResult(f"a{M}b", reward=1.0, finished=True, images=encoded(data))
+    called = PictureRoom("Go.", (), {"see": [last]})
+    answered = PictureRoom("Go.", ())
+    answered._terminal = [last]
+    for room, line in ((called, call("see")), (answered, "Yes.")):
+        rollout, _ = roll(folders["qwen3-vl"], room, [line])
+        assert (rollout.end, rollout.reward) == (RolloutEnd.TERMINAL, 1.0)
+        assert rollout.messages[-1]["content"] == "a[image]b"
+
+
 @pytest.mark.parametrize("error", ["not_found", "tool_raised"])
 def test_an_error_that_repeats_the_mark_is_text(folders: dict[str, str], error: str) -> None:
     """A model can sample the mark as a tool's name or argument, which many errors repeat."""
