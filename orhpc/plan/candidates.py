@@ -19,7 +19,7 @@ from orhpc.errors import ConfigError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.memory import reserved_bytes, trainer_demand, trainer_memory
-from orhpc.plan.recompute import SPARE, settled
+from orhpc.plan.recompute import SPARE, automatic, settled
 from orhpc.plan.run_plan import candidate_layouts
 from orhpc.plan.speeds import CARDS, Card
 from orhpc.plan.update_time import predict_update
@@ -94,6 +94,8 @@ def _order(candidate: Candidate) -> tuple[float, int, tuple[tuple[str, Any], ...
 def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> Iterator[Config]:
     for budgeted in _budgets(config):
         if config.train.backend == "fsdp":
+            if (device_bytes is None or shape.vision) and not automatic(config):
+                yield budgeted  # no plan chooses for these: see settled()
             changes = {"gradient_checkpointing": "auto", "recompute_layers": None}
             train = budgeted.train.model_copy(update=changes)
             yield settled(budgeted.model_copy(update={"train": train}), shape, device_bytes)

@@ -18,7 +18,7 @@ from orhpc.plan.candidates import candidates
 from orhpc.plan.layout import check_layout, trainer_layout
 from orhpc.plan.memory import GIB, reserved_bytes, trainer_demand, trainer_memory
 from orhpc.plan.recompute import settled
-from tests.model_configs import REAL
+from tests.model_configs import REAL, SEEING
 
 NAMES = ("Llama-3.1-8B", "Qwen3-30B-A3B")
 SHAPES = {name: shape_of(REAL[name][0]) for name in NAMES}
@@ -125,6 +125,16 @@ def test_what_auto_chooses_for_the_config_itself_is_not_measured_twice(
 def test_a_small_model_is_tried_without_recomputation_first() -> None:
     best = candidates(config_of("fsdp"), SHAPES["Llama-3.1-8B"], 139 * GIB, 12)[1]
     assert dict(best.settings)["train.gradient_checkpointing"] is False
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_where_no_plan_chooses_the_users_recomputation_is_tried(sees: bool) -> None:
+    """For CPUs, and for models that see images, all layers are recomputed by default."""
+    config = config_of("fsdp", gradient_checkpointing=False)
+    shape = shape_of(SEEING["qwen3-vl"]) if sees else SHAPES["Llama-3.1-8B"]
+    tried = candidates(config, shape, 139 * GIB if sees else None, 40)[1:]
+    budgets = [{name for name, _ in each.settings} == {"train.max_tokens_per_gpu"} for each in tried]
+    assert budgets[0] and not all(budgets)
 
 
 @pytest.mark.slow
