@@ -26,7 +26,7 @@ from orhpc.launch.command_line import (
 )
 from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm import submission
-from orhpc.plan.layout import group_spans
+from orhpc.plan.layout import group_spans, stages
 from orhpc.plan.memory import GIB, reserved_bytes
 from orhpc.plan.placement import Placement
 from orhpc.plan.recompute import totals
@@ -89,8 +89,11 @@ def lines(run: RunPlan) -> Iterator[str]:
 def _recompute_line(run: RunPlan) -> str:
     """The total by what the backward pass recomputes, and which of them the config has, or its ``auto``."""
     needed = ", ".join(f"{mode} {gib(total)}" for mode, total in totals(run.config, run.shape).items())
-    layers = run.demand.layers if run.demand.recompute == "full" else None
-    some = "" if layers is None else f", the first {layers} layers of a stage"
+    some, layers = "", run.demand.layers
+    if run.demand.recompute == "full" and layers is not None:
+        most = max(len(stage) for stage in stages(run.shape, run.layout.pp))
+        of = "" if run.layout.sharded else " of a stage"
+        some = f", the first {layers} of {most} layers{of}" if layers < most else ""
     return f"recomputation: {run.demand.recompute}{some}; total of {needed}"
 
 

@@ -321,7 +321,7 @@ def _recompute_more(run: RunPlan) -> str:
     """Return the setting that recomputes whole layers; empty if all are, or if they must not be."""
     if run.demand.recompute == "none":
         return "train.gradient_checkpointing=true"
-    if run.layout.sharded and run.demand.layers is not None:
+    if run.layout.sharded and (run.demand.layers or math.inf) < len(run.shape.layers):
         return "train.recompute_layers=null"
     can = run.demand.recompute == "selective" and not run.demand.overlapped
     return "megatron.recompute=full" if can else ""

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.commands.cli import main
+from orhpc.commands.plan import lines as plan_lines
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError
@@ -201,6 +202,23 @@ def test_only_megatron_is_suggested_if_whole_layers_do_not_fit(tmp_path: Path) -
         fit.check_fit(run)
     assert "whatever the number of ranks: train.backend=megatron divides them" in str(caught.value)
     assert "lower" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "advice"),
+    [(10, "train.recompute_layers=null, or a lower"), (36, "a lower"), (100, "a lower"), (None, "a lower")],
+)
+def test_more_recomputation_is_suggested_only_where_there_is_more(
+    tmp_path: Path, layers: int | None, advice: str
+) -> None:
+    train = {"backend": "fsdp", "recompute_layers": layers, "max_tokens_per_gpu": 200_000}
+    run = plan_of("Qwen3-8B", tmp_path, 79.6, train=train)
+    with pytest.raises(ConfigError) as caught:
+        fit.check_fit(run)
+    assert f"not divided by them: {advice}" in str(caught.value)
+    shown = [line for line in plan_lines(run) if line.startswith("recomputation")]
+    some = ", the first 10 of 36 layers" if layers == 10 else ""
+    assert [line.partition(";")[0] for line in shown] == [f"recomputation: full{some}"]
 
 
 def test_an_impossible_layout_is_refused_with_the_nearest_possible_one(tmp_path: Path) -> None:
