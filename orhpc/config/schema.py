@@ -11,9 +11,15 @@ nor ray, because login nodes load it.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from orhpc.config.alarms import AlarmSettings
 from orhpc.config.algorithm import AlgorithmSettings
@@ -165,6 +171,15 @@ class TrainSettings(Section):
     down."""
     profile_ranks: list[NonNegative] = Field(default_factory=lambda: [0])
     """Trainer ranks that write a trace."""
+
+    @field_validator("gradient_checkpointing", mode="wrap")
+    @classmethod
+    def _known_recomputation(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """Name all values in one message: pydantic's has one for each type, under another setting's name."""
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError(f"must be true, false or auto, not {repr(value)[:100]}") from None
 
 
 class CheckpointSettings(Section):

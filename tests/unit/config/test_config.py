@@ -165,6 +165,16 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         ),
         (ENVIRONMENT, ["secrets.key=hunter2"], "never the value itself"),
         (ENVIRONMENT, ["environments.org/env.url=http://x"], "url, serve and data exclude each other"),
+        (
+            ENVIRONMENT,
+            ["train.gradient_checkpointing=full"],
+            "train.gradient_checkpointing: must be true, false or auto, not 'full'",
+        ),
+        (
+            ENVIRONMENT,
+            ["train.gradient_checkpointing=null"],
+            "train.gradient_checkpointing: must be true, false or auto, not None",
+        ),
         (ENVIRONMENT, ["evaluation.interval=3"], "evaluation needs evaluation.splits"),
         ("train: {steps: 3}", [], "environments: at least one is needed"),
         ("[1, 2]", [], "a config is a mapping"),
