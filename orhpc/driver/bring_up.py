@@ -153,10 +153,9 @@ def trainer_config(config: Config, model_dir: str) -> Config:
         return config
     chosen = settled(config, shape, device_bytes)
     layers = trainer_demand(chosen).layers
-    log.info(
-        "recomputation: %s%s (%.0f GiB a device, %s)", recompute_mode(chosen),
-        "" if layers is None else f", the first {layers} layers", memory.gib, memory.source,
-    )  # fmt: skip
+    some = "" if layers is None else f", the first {layers} layers"
+    known = f"{memory.gib:.0f} GiB a device, {memory.source}" if device_bytes else "devices are processes"
+    log.info("recomputation: %s%s (%s)", recompute_mode(chosen), some, known)
     return chosen
 
 

@@ -1,17 +1,23 @@
-"""How long the driver waits for trainer ranks that start."""
+"""How long the driver waits for trainer ranks that start, and what they recompute."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from orhpc.config import Config
+from orhpc.driver.bring_up import trainer_config
 from orhpc.driver.fleet import trainers as module
 from orhpc.driver.fleet.hang import UpdateLimit
 from orhpc.driver.fleet.trainers import Trainers
 from orhpc.errors import RayLost, TrainerHangs
+from tests.model_configs import REAL
+from tests.model_folder import write_model_folder
 
 LIMIT_S = 0.05
 
@@ -134,3 +140,34 @@ def test_a_rank_that_never_answers_a_short_call_is_lost(monkeypatch: pytest.Monk
     trainers.ranks = [rank]
     with pytest.raises(RayLost, match="trainer wake 0: no answer within"):
         asyncio.run(trainers.all(module.TrainerRank.wake))
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "told"),
+    [
+        ("cuda", "Qwen3-8B", "full, the first LAYERS layers (70 GiB a device, placement.device_memory_gib)"),
+        ("cpu", "Qwen3-8B", "full (devices are processes)"),
+        ("cuda", None, "full, because the memory cannot be planned: "),
+    ],
+)
+def test_what_is_recomputed_automatically_is_in_the_log(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    model: str | None,
+    told: str,
+) -> None:
+    content = {"model_type": "other"} if model is None else REAL[model][0]
+    tree = {
+        "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        "rollout": {"max_total_tokens": 8192},
+        "train": {"backend": "fsdp", "gradient_checkpointing": "auto"},
+        "placement": {"device": device, "device_memory_gib": 70},
+        "engine": {"backend": "cpu" if device == "cpu" else "sglang"},
+    }
+    folder = write_model_folder(tmp_path / "model", content)
+    with caplog.at_level(logging.INFO):
+        train = trainer_config(Config.model_validate(tree), str(folder)).train
+    assert train.gradient_checkpointing
+    assert (train.recompute_layers is not None) == ("LAYERS" in told)
+    assert f"recomputation: {told.replace('LAYERS', str(train.recompute_layers))}" in caplog.text
