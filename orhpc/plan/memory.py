@@ -116,7 +116,8 @@ def trainer_demand(config: Config) -> Demand:
         critic=config.algorithm.has_critic,
         modules=tuple(config.megatron.recompute_modules),
         layers=train.recompute_layers if train.backend == "fsdp" else config.megatron.recompute_layers,
-        compiles=config.compiles_layers,
+        # A model's own code is not compiled, and here it is not known whether there is any.
+        compiles=config.compiles_layers and not config.model.trust_remote_code,
         overlapped=config.megatron.overlap_moe_expert_parallel_comm,
         vpp=config.megatron.vpp,
     )

@@ -124,6 +124,15 @@ def test_fsdp_recomputes_as_few_layers_as_the_memory_allows(name: str, compiled:
         assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
 
 
+def test_layers_of_a_models_own_code_are_planned_as_not_compiled() -> None:
+    """They keep more for the backward pass, so that fewer of them fit."""
+    config, shape = with_automatic_fsdp(compile=True), shape_of(REAL["Llama-3.1-8B"][0])
+    trusting = config.model.model_copy(update={"trust_remote_code": True})
+    own = config.model_copy(update={"model": trusting})
+    assert totals(own, shape) == totals(with_automatic_fsdp(compile=False), shape)
+    assert totals(own, shape)["none"] > totals(config, shape)["none"]
+
+
 def test_all_layers_of_a_model_that_sees_images_are_recomputed() -> None:
     """The plan does not count what the vision tower computes."""
     train = settled(with_automatic_fsdp(), shape_of(SEEING["qwen3-vl"]), 1 << 50).train
