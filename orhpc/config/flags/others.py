@@ -34,6 +34,8 @@ _SHAPE_SWITCHES = (
     *("apply-layernorm-1p", "attention-output-gate", "post-self-attn-layernorm", "post-mlp-layernorm"),
 )
 
+_SOME_LAYERS = "write megatron.recompute_layers, or with train.backend: fsdp train.recompute_layers"
+
 
 def _named(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"--{name}" for name in names)
@@ -72,8 +74,8 @@ NO_EFFECT: tuple[Flag, ...] = (
     only(
         "--attention-backend", ("flash", "auto"), "the trainer chooses", "the trainer chooses; leave it out"
     ),
-    only("--recompute-method", ("uniform",), "each layer is recomputed", "write megatron.recompute_layers"),
-    only("--recompute-num-layers", ("1",), "each layer is recomputed", "write megatron.recompute_layers"),
+    only("--recompute-method", ("uniform",), "each layer is recomputed", _SOME_LAYERS),
+    only("--recompute-num-layers", ("1",), "each layer is recomputed", _SOME_LAYERS),
     only("--moe-router-load-balancing-type", ("none",), "there is no auxiliary loss", "write none"),
     only("--moe-aux-loss-coeff", ("0",), "there is no auxiliary loss", "orhpc trains without one; write 0"),
     only("--moe-router-bias-update-rate", ("0",), "biases are constant", "expert biases stay; write 0"),

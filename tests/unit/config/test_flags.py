@@ -169,6 +169,7 @@ def test_without_ppo_the_critic_s_flags_change_nothing() -> None:
         (("--context-parallel-size", "2", "--train-backend", "fsdp"), r"needs --train-backend megatron"),
         (("--global-batch-size", "7"), r"golden rule: --global-batch-size 7 does not divide the 16"),
         (("--tis-clip", "2"), r"--tis-clip needs --use-tis"),
+        (("--recompute-num-layers", "2"), r"or with train\.backend: fsdp train\.recompute_layers$"),
         (("--wandb-key", "x"), r"--wandb-key is not there: export WANDB_API_KEY"),
         (("--custom-rm-path", "no/path.py"), r"is not package\.module\.function"),
     ],
