@@ -23,6 +23,8 @@ class Feed:
         self._rundir, self._details = rundir, details
         self._marks: Marks | None = None
         """Rows that the tracker has, without a gap; None before it was opened."""
+        self._target = ""
+        """Where these rows are: a server may have lost the run, and then has another."""
         self._newest: int | None = None
         """Newest step whose rows are wanted; None: all of the run."""
         self._from: int | None = None
@@ -35,7 +37,10 @@ class Feed:
             return
         own = self.backend.open()
         self._opened = True
-        known = self._marks or read_marks(self._rundir, self.backend.key, self.backend.target)
+        target = self.backend.target
+        known = self._marks if self._target == target else None
+        known = known or read_marks(self._rundir, self.backend.key, target)
+        self._target = target
         self._set(Marks(max(known.step, own.step), max(known.evaluation, own.evaluation)))
 
     def begin(self, step: int) -> None:

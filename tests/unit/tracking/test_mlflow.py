@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
@@ -22,6 +23,9 @@ from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.record import record_path, write_rollouts
 from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.tracking import Tracker
+from orhpc.tracking.details import DetailsReader
+from orhpc.tracking.feed import Feed
+from orhpc.tracking.mlflow import Mlflow
 from tests.unit.tracking.kit import reward_of, rollout, run_directory, write_steps
 
 pytestmark = pytest.mark.slow
@@ -103,6 +107,27 @@ def test_a_server_that_is_away_costs_a_notice_and_no_row(
     attempt(rundir, 2, range(4, 5), "finished")
     points = store.get_metric_history(only_run(store).info.run_id, "reward/reward_mean")
     assert [p.step for p in points] == [1, 2, 3, 4]
+
+
+def test_a_run_that_is_deleted_on_the_server_is_replaced_by_one_with_all_rows(
+    store: MlflowClient, tmp_path: Path
+) -> None:
+    """During an attempt, which knows which rows the deleted run had."""
+    rundir, config = run_directory(tmp_path), load_config("configs/tiny.yaml", OVERRIDES)
+    feed = Feed(Mlflow(config, rundir), rundir, DetailsReader(rundir, config.tracking))
+    write_steps(rundir, 1, range(1, 4))
+    assert feed.sync() == 3
+    old = only_run(store).info.run_id
+    store.delete_run(old)
+    write_steps(rundir, 1, range(4, 6))
+    with pytest.raises(MlflowException):
+        feed.sync()
+    feed.drop()
+    assert feed.sync() == 5
+    run = only_run(store)
+    assert run.info.run_id != old
+    points = store.get_metric_history(run.info.run_id, "reward/reward_mean")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("messages", [[{"role": "assistant", "content": "x"}], ["no dictionary"]])
