@@ -33,7 +33,7 @@ from orhpc.plan.memory import (
 )
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.plan.recompute import settled
-from orhpc.plan.sent_weights import sent_weights
+from orhpc.plan.sent_weights import largest_bucket, sent_weights
 
 DEFAULT_DEVICE_GIB = 80.0
 """Memory of an H100 or A100 80GB, used if the device type is unknown."""
@@ -223,10 +223,20 @@ def sync_bytes(run: RunPlan) -> int:
     return run.trainer.kept + run.engine_weights + large_buckets(run) + reserved_bytes(run.config)
 
 
-def large_buckets(run: RunPlan) -> int:
-    """Device memory of a rank for the buckets of a weight sync, beyond those of the default size."""
-    whole = run.shape.parameters * ELEMENT_BYTES[run.config.model.dtype]
-    each = min(run.config.engine.sync_bucket_mb << 20, whole)
+def large_buckets(run: RunPlan, limit: int | None = None) -> int:
+    """Device memory of a rank for the buckets of a weight sync, beyond those of the default size.
+
+    A parameter that is larger than the limit is a bucket alone, and both buckets have the largest's size.
+    ``limit``: bytes; None: ``engine.sync_bucket_mb``.
+    """
+    config = run.config
+    each = largest_bucket(
+        run.shape,
+        ELEMENT_BYTES[config.model.dtype],
+        config.engine.sync_bucket_mb << 20 if limit is None else limit,
+        sharded=run.layout.sharded,
+        quantized=config.precision != "bf16",
+    )
     default = int(EngineSettings.model_fields["sync_bucket_mb"].default) << 20
     return SYNC_BUCKETS * max(0, each - default)
 

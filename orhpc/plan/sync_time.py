@@ -17,10 +17,8 @@ from orhpc.models import HfTensor, ModelShape
 from orhpc.plan.layout import Layout, RankPlace, block_of_experts, group_spans
 from orhpc.plan.memory import ELEMENT_BYTES
 from orhpc.plan.run_plan import RunPlan
-from orhpc.plan.sent_weights import of_one_expert, sent_weights
+from orhpc.plan.sent_weights import buckets_of, of_one_expert, parameter_sizes, sent_weights
 from orhpc.plan.speeds import speed
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +85,11 @@ def predict_sync(run: RunPlan) -> SyncTime:
     receivers = sum(len(e.devices) for e in run.placement.engines if not e.shared)
     sent, tensors = sent_weights(shape, element, quantized=quantized, blocks=blocks)
     away = receivers > 0 and config.placement.nodes > 1
+    sizes = (size for size, _ in parameter_sizes(shape, element, sharded=layout.sharded, blocks=blocks))
     return SyncTime(
         sent=sent,
         gathered=gathered,
-        buckets=max(1, -(-filled // (config.engine.sync_bucket_mb * MIB))),
+        buckets=buckets_of(sizes, config.engine.sync_bucket_mb << 20),
         tensors=tensors,
         receivers=receivers,
         gather_s=gather_s,

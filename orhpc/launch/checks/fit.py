@@ -245,7 +245,7 @@ def check_fit(run: RunPlan) -> None:
     if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
         large = large_buckets(run)
         buckets = f" and {gib(large)} GiB more of buckets" if large else ""
-        less = "lower engine.sync_bucket_mb, " if large else ""
+        less = "lower engine.sync_bucket_mb, " if large > large_buckets(run, limit=0) else ""
         raise ConfigError(
             f"placement: during weight sync, a shared device holds {gib(run.trainer.kept)} GiB of the "
             f"trainer's and {gib(run.engine_weights)} GiB of the engine's{buckets}, {gib(both)} with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,10 @@ def test_attention_and_embedding_are_whole_on_every_rank_with_data_parallel_atte
 def test_large_buckets_of_a_weight_sync_are_counted(tmp_path: Path) -> None:
     """A trainer rank holds two on its device; those of the default size are in what is reserved."""
     place = {"placement": {"devices_per_node": 1}}
-    run = plan_of("Qwen3-1.7B", tmp_path, **place)
-    for size, more in ((512, 0), (1536, 2), (1 << 20, 2 * (2 * run.shape.parameters / 2**30 - 0.5))):
-        other = plan_of("Qwen3-1.7B", tmp_path, engine={"sync_bucket_mb": size}, **place)
+    run = plan_of("Qwen3-0.6B", tmp_path, **place)
+    assert run_plan.large_buckets(run) == 0
+    for size, more in ((512, 0), (768, 0.5), (1 << 20, 2 * (2 * run.shape.parameters / 2**30 - 0.5))):
+        other = plan_of("Qwen3-0.6B", tmp_path, engine={"sync_bucket_mb": size}, **place)
         assert run_plan.sync_bytes(other) - run_plan.sync_bytes(run) == pytest.approx(more * 2**30, abs=2)
     experts = {"train": {"backend": "megatron"}, "megatron": {"tp": 4, "ep": 4}}
     fit.check_fit(plan_of("Qwen3-30B-A3B", tmp_path, 175.0, **experts))
@@ -185,6 +187,33 @@ def test_large_buckets_of_a_weight_sync_are_counted(tmp_path: Path) -> None:
         ConfigError, match=r"15\.00 GiB more of buckets.*; lower engine\.sync_bucket_mb, raise"
     ):
         fit.check_fit(large)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "largest"),
+    [
+        ("gemma-2-9b", {}, 2 * 256000 * 3584),
+        ("Llama-4-Scout", {}, 2 * 16 * 5120 * 2 * 8192),
+        ("Qwen3-30B-A3B", {"train": {"backend": "megatron"}}, 2 * 151936 * 2048),
+        ("Qwen3-30B-A3B", {}, 2 * 128 * 2048 * 2 * 768),
+        ("Qwen3-30B-A3B", {"precision": "fp8-rollout"}, 2 * 151936 * 2048),
+        ("Mixtral-8x7B", {"train": {"backend": "megatron"}}, 0),
+    ],
+)
+def test_both_buckets_have_the_size_of_the_largest_parameter(
+    model: str, settings: dict[str, Any], largest: int, tmp_path: Path
+) -> None:
+    for size in (128, 512):
+        run = plan_of(model, tmp_path, engine={"sync_bucket_mb": size}, **settings)
+        assert run_plan.large_buckets(run) == 2 * max(0, largest - 2**29)
+
+
+def test_smaller_buckets_are_advised_only_where_they_help(tmp_path: Path) -> None:
+    experts = {"train": {"backend": "megatron"}, "megatron": {"tp": 4, "ep": 4}}
+    run = plan_of("Qwen3-30B-A3B", tmp_path, **experts)
+    too_small = replace(run, device_bytes=run_plan.sync_bytes(run) - 1)
+    with pytest.raises(ConfigError, match=r"0\.16 GiB more of buckets.* GiB; raise engine\.tp"):
+        fit.check_fit(too_small)
 
 
 def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -> None:

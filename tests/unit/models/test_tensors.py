@@ -14,6 +14,7 @@ from orhpc.models import HfTensor, shape_of
 from orhpc.plan.activations import Kernels, layer_activations
 from orhpc.plan.layout import Layout, first_rank_rows
 from orhpc.plan.memory import Demand, trainer_memory
+from orhpc.plan.sent_weights import parameter_sizes
 from orhpc.train.fsdp import compiled_layers
 from orhpc.train.fsdp.compiled_layers import compile_layers
 from tests.model_configs import REAL, SEEING, TINY
@@ -96,6 +97,16 @@ def test_the_root_holds_what_is_in_no_layer_of_decoder_or_vision_tower(name: str
     inside = {id(p) for unit in units for p in unit.parameters()}
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     assert first_rank_rows(shape_of(SEEING[name]), 2).root == outside
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_the_plan_knows_the_sizes_of_fsdps_parameters(name: str) -> None:
+    """transformers merges the tensors of a layer's experts; the sync gathers what the model has."""
+    tower = ("vision_tower.", "multi_modal_projector.")
+    named = meta_model(TINY[name]).named_parameters()
+    sizes = [p.numel() for n, p in named if not any(part in n for part in tower)]
+    found = parameter_sizes(shape_of(TINY[name]), 1, sharded=True)
+    assert sorted(size for size, part in found if part not in ("bias", "vision")) == sorted(sizes)
 
 
 @pytest.mark.slow

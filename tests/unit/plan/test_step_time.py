@@ -189,7 +189,7 @@ def test_deepseek_on_64_engines(tmp_path: Path) -> None:
     assert sync.receivers == 1024
     assert 0.5 * bits16 < sync.sent < 0.51 * bits16
     assert 0.99 * bits16 < sync.gathered < bits16
-    assert sync.buckets == -(-bits16 // (512 * 2**20))
+    assert sync.buckets == 2544, "as plan_buckets divides Megatron's parameters"
     assert sync.nominal
     assert sync.bound == "gathering over the network"
     assert sync.seconds > sync.gathered / SPEEDS["network"].value

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orhpc.models.shape import shape_of
+from orhpc.plan.sent_weights import buckets_of, parameter_sizes
+from orhpc.train.megatron.hf_mapping import HfMapping
+from orhpc.train.megatron.names import Naming
 from orhpc.train.weights.buckets import plan_buckets
+from tests.model_configs import REAL, TINY
+
+NAMING = Naming(fused_norms=False, grouped_experts=False)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(4, 200))
@@ -20,3 +28,23 @@ def test_buckets_hold_all_parameters_in_order_under_the_limit(rows: list[int], l
         assert bucket.nbytes <= limit or len(bucket.names) == 1
         assert bucket.names == bucket.parameters
         assert set(bucket.dtypes) == {"float32"}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_the_plan_knows_the_sizes_of_megatrons_parameters(name: str) -> None:
+    shape = shape_of(TINY[name])
+    shapes = HfMapping(shape, NAMING).shapes()
+    sizes = [torch.Size(s).numel() for n, s in shapes.items() if not n.endswith("router.expert_bias")]
+    planned = [
+        size for size, part in parameter_sizes(shape, 1, sharded=False) if part not in ("bias", "vision")
+    ]
+    assert sorted(planned) == sorted(sizes)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B", "Mixtral-8x7B", "Llama-4-Scout"])
+def test_the_plan_counts_buckets_as_they_are_filled(name: str) -> None:
+    """Also where a parameter is larger than a bucket."""
+    shape, limit = shape_of(REAL[name][0]), 512 << 20
+    mapping = HfMapping(shape, NAMING)
+    buckets = plan_buckets(mapping.shapes(), mapping.split, torch.bfloat16, limit)
+    assert buckets_of((size for size, _ in parameter_sizes(shape, 2, sharded=False)), limit) == len(buckets)
