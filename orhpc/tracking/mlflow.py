@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orhpc.config import Config
@@ -69,8 +69,7 @@ class Mlflow:
         found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run_id(self._rundir)}'", max_results=1)
         self._run = found[0].info.run_id if found else self._create(number)
         self._tables = json.loads(found[0].data.tags.get("mlflow.loggedArtifacts", "[]")) if found else []
-        if not found or not found[0].data.params:  # the call that created the run may have been its last
-            self._write_settings()
+        self._write_settings(found[0].data.params if found else {})
         if found:
             self._client.update_run(self._run, status="RUNNING")
         return Marks()
@@ -80,11 +79,15 @@ class Mlflow:
         created = self._client.create_run(experiment, run_name=self._config.run.name, tags=tags)
         return created.info.run_id
 
-    def _write_settings(self) -> None:
+    def _write_settings(self, there: Mapping[str, str]) -> None:
+        """Write the settings that the run lacks: an earlier call may have been its last, or written some.
+
+        ``there``: those that it has, which MLflow does not let us change.
+        """
         from mlflow.entities import Param
 
-        settings = dict(leaves(self._config.model_dump(mode="json"))).items()
-        params = [Param(_key(k), str(v)[:_MOST_CHARACTERS]) for k, v in settings]
+        settings = {_key(k): v for k, v in leaves(self._config.model_dump(mode="json"))}
+        params = [Param(k, str(v)[:_MOST_CHARACTERS]) for k, v in settings.items() if k not in there]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._run, params=params[start : start + _MOST_PARAMS])
 

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from orhpc.config.files import load_config
+from orhpc.config.files import leaves, load_config
 from orhpc.errors import ConfigError
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events
@@ -166,6 +166,27 @@ def test_settings_that_a_server_refused_are_written_by_the_next_attempt(
     run = only_run(store)
     assert run.data.params["train.lr"] == "0.003"
     assert [p.step for p in store.get_metric_history(run.info.run_id, "reward/reward_mean")] == [1, 2]
+
+
+def test_settings_of_which_a_server_took_only_some_are_completed(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are more than one call takes."""
+    rundir, config = run_directory(tmp_path), load_config("configs/tiny.yaml", OVERRIDES)
+    log_batch, calls = MlflowClient.log_batch, iter(range(99))
+
+    def first_only(self: MlflowClient, *arguments: Any, **values: Any) -> None:
+        if next(calls) > 0:
+            raise OSError("the server went away")
+        log_batch(self, *arguments, **values)
+
+    with monkeypatch.context() as away:
+        away.setattr(MlflowClient, "log_batch", first_only)
+        with pytest.raises(OSError, match="went away"):
+            Mlflow(config, rundir).open()
+    assert len(only_run(store).data.params) == 100
+    Mlflow(config, rundir).open()
+    assert len(only_run(store).data.params) == len(dict(leaves(config.model_dump(mode="json"))))
 
 
 @pytest.mark.parametrize(
