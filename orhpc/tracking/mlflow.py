@@ -28,6 +28,7 @@ _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+_OTHER_LOGIN = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 _MOST_METRICS = 900
 _MOST_PARAMS = 100
 """Limits of one call of MLflow's REST API: 1000 metrics, 100 parameters."""
@@ -60,6 +61,8 @@ class Mlflow:
         if self._config.mlflow.token is not None:
             values = resolve_secrets({"mlflow.token": self._config.mlflow.token}, {})
             os.environ["MLFLOW_TRACKING_TOKEN"] = values["mlflow.token"]
+            for name in _OTHER_LOGIN:
+                os.environ.pop(name, None)  # MLflow would prefer them
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=tracking_uri(self._config))

@@ -6,7 +6,9 @@ MLflow's client and store are the real ones; the store is a folder.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,31 @@ def test_settings_of_which_a_server_took_only_some_are_completed(
     assert len(only_run(store).data.params) == 100
     Mlflow(config, rundir).open()
     assert len(only_run(store).data.params) == len(dict(leaves(config.model_dump(mode="json"))))
+
+
+def test_the_config_s_token_comes_before_a_user_name_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow itself prefers the name and its password."""
+    got: list[str | None] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(self.headers.get("Authorization"))
+            self.send_error(403)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "")  # restored afterwards
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "bob")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a password")
+    monkeypatch.setenv("MY_TOKEN", "a token")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"mlflow.uri=http://127.0.0.1:{server.server_port}"
+        config = load_config("configs/tiny.yaml", [*OVERRIDES, uri, "mlflow.token=env:MY_TOKEN"])
+        with pytest.raises(MlflowException):
+            Mlflow(config, run_directory(tmp_path)).open()
+        server.shutdown()
+    assert set(got) == {"Bearer a token"}
 
 
 @pytest.mark.parametrize(
