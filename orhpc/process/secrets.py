@@ -132,6 +132,9 @@ def remember_readable(*sources: Mapping[str, str | None]) -> None:
         sources: ``secrets`` of a config: name to source.
     """
     found = [os.environ.get(name, "") for name in CREDENTIALS]
+    if password := os.environ.get("MLFLOW_TRACKING_PASSWORD"):
+        # HTTP sends both in one base64 text, in which the password's does not occur.
+        found.append(f"{os.environ.get('MLFLOW_TRACKING_USERNAME', '')}:{password}")
     for name, source in (item for of in sources for item in of.items()):
         try:
             found.append(_read(name, source))

@@ -148,3 +148,11 @@ raise SystemError("and here: hunter2hunter2")
     assert "hunter2" not in result.stderr
     assert result.stderr.count(secrets.REDACTED) == 2
     assert "SystemError" in result.stderr
+
+
+def test_a_password_is_redacted_as_http_sends_it_with_its_user_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "bob")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a long password")
+    secrets.remember_readable()
+    sent = base64.b64encode(b"bob:a long password").decode()
+    assert secrets.redact(f"denied for Basic {sent}") == f"denied for Basic {secrets.REDACTED}"
