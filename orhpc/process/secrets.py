@@ -33,6 +33,9 @@ CREDENTIALS = (
 )
 """Variables of the process environment whose values are always redacted."""
 
+OF_TRACKERS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")
+"""Those that only trackers of experiments need."""
+
 _known: set[str] = set()
 _pattern: re.Pattern[str] | None = None
 
@@ -61,10 +64,19 @@ def resolve_secrets(
     return values
 
 
+def variables_of(sources: Mapping[str, str | None]) -> set[str]:
+    """Return the environment variables that are the sources of these secrets."""
+    return {_variable(n, s) for n, s in sources.items() if s is None or not s.startswith("file:")}
+
+
+def _variable(name: str, source: str | None) -> str:
+    return name.upper() if source is None else source.removeprefix("env:")
+
+
 def _read(name: str, source: str | None) -> str:
     if source is not None and source.startswith("file:"):
         return _read_file(name, Path(source.removeprefix("file:")).expanduser())
-    variable = name.upper() if source is None else source.removeprefix("env:")
+    variable = _variable(name, source)
     value = os.environ.get(variable, "")
     if not value:
         raise PreflightError(f"secret {name!r}: the environment variable {variable} is not set")

@@ -79,6 +79,34 @@ def test_a_server_does_not_log_each_request(
     assert "request_handled" not in log.read_text()
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_server_has_no_secret_of_trackers_and_notifications_unless_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    """Its tools may run what the model has written."""
+    own = {"MY_HOOK": "https://hooks.example/1", "MY_TOKEN": "t1", "WANDB_API_KEY": "w1", "HF_TOKEN": "h1"}
+    own |= {"MLFLOW_TRACKING_PASSWORD": "m1", "MLFLOW_TRACKING_USERNAME": "me"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    overrides = ["notify.webhook=env:MY_HOOK", "mlflow.token=env:MY_TOKEN"]
+    overrides += [f"environments.{NAME}.secrets={{wandb_api_key: null, hook: env:MY_HOOK}}"] * wanted
+    rundir = RunDir(tmp_path)
+    rundir.attempt(1).mkdir(parents=True)
+    write_secret(rundir.attempt(1) / "environment.key")
+    config = load_config(Path("configs/tiny.yaml"), overrides)
+    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=1), rundir, 1)
+    servers.reserve()
+    servers.start()
+    try:
+        (process,) = servers._running.values()
+        found = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+    finally:
+        servers.stop()
+    expected = {"HF_TOKEN", "MLFLOW_TRACKING_USERNAME"} | ({"WANDB_API_KEY", "MY_HOOK"} if wanted else set())
+    assert {name for name, value in own.items() if f"{name}={value}" in found} == expected
+    assert any(line.startswith("PATH=") for line in found)
+
+
 def test_only_requests_with_the_key_are_answered(
     served: ServedEnvironments, stranger: Stranger, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from orhpc.launch.node.replicas import replicas_of
 from orhpc.plan.placement import Node
 from orhpc.process.hashing import same_hashes
 from orhpc.process.ports import hold_port, stop_listening
+from orhpc.process.secrets import OF_TRACKERS, variables_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 
@@ -44,6 +45,10 @@ class ServedEnvironments:
         self._running: dict[str, Popen[bytes]] = {}
         self._started: dict[str, float] = {}
         self._early_kills: dict[str, int] = {}
+        # Tool calls may run what the model has written, which could read every variable of the server.
+        wanted = [config.secrets, *(e.secrets for e in config.environments.values())]
+        own = {*OF_TRACKERS, *variables_of(config.own_secrets)}
+        self._withheld = own.difference(*map(variables_of, wanted))
 
     def reserve(self) -> dict[str, list[str]]:
         """Choose and hold a port for every replica; return base URLs by environment."""
@@ -110,7 +115,8 @@ class ServedEnvironments:
         command, log = self._commands[label]
         # By default the server logs every request, which costs more than many environments do.  The level
         # counts from the import of openreward, before the server's own code runs.
-        env = {"OPENREWARD_LOG_LEVEL": "WARNING", **os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+        given = {n: v for n, v in os.environ.items() if n not in self._withheld}
+        env = {"OPENREWARD_LOG_LEVEL": "WARNING", **given, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
         listener = self._held[label]
         process = processes.spawn(
             command, log=log, env=same_hashes(env), piped=True, pass_fds=[listener.fileno()]
