@@ -2,7 +2,7 @@
 
 With it the allocator extends one range of addresses page by page, instead of adding fixed segments in which
 micro-batches of other sizes leave gaps.  It has a price: mapping and unmapping the pages of a step
-takes 2 to 3 ms a GB, other processes cannot map such memory as they map buckets of weights, and SGLang
+take 2 to 3 ms a GB each, other processes cannot map such memory as they map buckets of weights, and SGLang
 cannot release it while trainers use the GPU.  Source:
 https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
 """

@@ -27,14 +27,10 @@ log = logging.getLogger(__name__)
 REDACTED = "[secret]"
 SHORTEST = 4
 """Shorter values are not redacted: replacing them would garble every text."""
-CREDENTIALS = (
-    *("OPENREWARD_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
-    *("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN"),
-)
-"""Variables of the process environment whose values are always redacted."""
-
 OF_TRACKERS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")
-"""Those that only trackers of experiments need."""
+"""Variables of the process environment that only trackers of experiments need."""
+CREDENTIALS = ("OPENREWARD_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *OF_TRACKERS)
+"""Variables whose values are always redacted."""
 
 _known: set[str] = set()
 _pattern: re.Pattern[str] | None = None

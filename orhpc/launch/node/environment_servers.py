@@ -45,10 +45,8 @@ class ServedEnvironments:
         self._running: dict[str, Popen[bytes]] = {}
         self._started: dict[str, float] = {}
         self._early_kills: dict[str, int] = {}
-        # Tool calls may run what the model has written, which could read every variable of the server.
-        wanted = [config.secrets, *(e.secrets for e in config.environments.values())]
-        own = {*OF_TRACKERS, *variables_of(config.own_secrets)}
-        self._withheld = own.difference(*map(variables_of, wanted))
+        self._withheld: dict[str, set[str]] = {}
+        """Variables that a server does not get: its tools may run what the model has written."""
 
     def reserve(self) -> dict[str, list[str]]:
         """Choose and hold a port for every replica; return base URLs by environment."""
@@ -57,6 +55,8 @@ class ServedEnvironments:
             if not settings.is_served:
                 continue
             environment, options = settings.served(self._rundir.data_of(name))
+            secrets = {**self._config.secrets, **settings.secrets}
+            own = {*OF_TRACKERS, *variables_of(self._config.own_secrets)}
             for replica in range(replicas_of(self._config, name, self._node.cpus)):
                 label = f"{name.replace('/', '_')}_{replica}"
                 listener = self._held[label] = hold_port(self._address)
@@ -64,11 +64,12 @@ class ServedEnvironments:
                 command = [sys.executable, "-m", "orhpc.environments.server"]
                 command += ["--environment", environment, "--host", self._address, "--port", str(port)]
                 command += ["--listen-fd", str(listener.fileno()), "--key-from-stdin"]
-                if secrets := {**self._config.secrets, **settings.secrets}:
+                if secrets:
                     command += ["--secrets-json", json.dumps(secrets)]
                 if options:
                     command += ["--options-json", json.dumps(options)]
                 self._commands[label] = command, self._folder / f"environment_{label}_{self._node.name}.log"
+                self._withheld[label] = own - variables_of(secrets)
                 urls.setdefault(name, []).append(f"http://{self._address}:{port}")
         return urls
 
@@ -115,7 +116,7 @@ class ServedEnvironments:
         command, log = self._commands[label]
         # By default the server logs every request, which costs more than many environments do.  The level
         # counts from the import of openreward, before the server's own code runs.
-        given = {n: v for n, v in os.environ.items() if n not in self._withheld}
+        given = {n: v for n, v in os.environ.items() if n not in self._withheld[label]}
         env = {"OPENREWARD_LOG_LEVEL": "WARNING", **given, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
         listener = self._held[label]
         process = processes.spawn(

@@ -128,12 +128,10 @@ class ModelLoader:
     def _recompute(self, hf: PreTrainedModel) -> None:
         if self.config.train.gradient_checkpointing:
             _checkpoint_activations(hf)
-            first = self.config.train.recompute_layers
-            tower = vision_tower(hf)
-            seeing = set() if tower is None else set(tower.modules())
-            layers = [layer for layer in decoder_layers(hf) if layer not in seeing]
-            for layer in layers[len(layers) if first is None else first :]:
-                layer.gradient_checkpointing = False  # type: ignore[assignment]
+            if (first := self.config.train.recompute_layers) is not None:
+                seeing = _seeing(hf)
+                for layer in [layer for layer in decoder_layers(hf) if layer not in seeing][first:]:
+                    layer.gradient_checkpointing = False  # type: ignore[assignment]
 
     def _compile(self, hf: PreTrainedModel) -> None:
         """Compile the layers; after hooks were registered, and before they are sharded."""
@@ -154,8 +152,7 @@ class ModelLoader:
         layers = set(getattr(model.hf, "_no_split_modules", None) or ())
         # Vision towers rotate in float32: their blocks' inputs must not be cast.
         uncast = replace(precision, cast_forward_inputs=False)
-        tower = vision_tower(model.hf)
-        seeing = set() if tower is None else set(tower.modules())
+        seeing = _seeing(model.hf)
         for module in list(model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, mp_policy=uncast if module in seeing else precision)
@@ -202,6 +199,12 @@ def rows_of(parameter: Tensor, shape: tuple[int, ...], rank: int, world_size: in
     start = min(rank * chunk, shape[0])
     assert len(part) == min(chunk, shape[0] - start)
     return start, part
+
+
+def _seeing(hf: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules of the vision tower."""
+    tower = vision_tower(hf)
+    return set() if tower is None else set(tower.modules())
 
 
 def _checkpoint_activations(hf: PreTrainedModel) -> None:
