@@ -25,6 +25,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError)
 """Raised when decoding an answer of unexpected structure; a JSONDecodeError is a ValueError."""
+_INT32_MAX = 2**31 - 1
 _SEEDS = 1 << 31
 """Some SGLang releases store seeds as int32."""
 _FRAME_BYTES = 1 << 20
@@ -156,9 +157,10 @@ def read_generation(
 def _refuse_impossible(tokens: np.ndarray, logprobs: np.ndarray, url: str, vocabulary: int | None) -> None:
     """Raise EngineUnavailable for ids outside of the vocabulary, and for log-probabilities not finite."""
     # Trainers look up every id in the embedding, where an id outside of it would end them.
-    limit = np.iinfo(np.int32).max if vocabulary is None else vocabulary
-    if (bad := tokens[(tokens < 0) | (tokens >= limit)]).size:
-        raise EngineUnavailable(f"engine {url}: sampled token id {bad[0]} is outside 0 .. {limit - 1}")
+    limit = _INT32_MAX if vocabulary is None else vocabulary
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= limit):
+        bad = tokens[(tokens < 0) | (tokens >= limit)][0]
+        raise EngineUnavailable(f"engine {url}: sampled token id {bad} is outside 0 .. {limit - 1}")
     if not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
 
@@ -169,8 +171,10 @@ def _ended_by(generation: Generation, stops: Collection[int]) -> Generation:
     SGLang looks for them last (``Req.check_finished``): one may be what it sampled while it aborted the
     request, or last before the limit; and speculative decoding accepts several tokens at once.
     """
+    if generation.finish_reason is FinishReason.STOP:
+        return generation
     found = np.flatnonzero(np.isin(generation.tokens_N, list(stops)))
-    if generation.finish_reason is FinishReason.STOP or not found.size:
+    if not found.size:
         return generation
     kept, routes = int(found[0]) + 1, generation.routes
     return replace(
