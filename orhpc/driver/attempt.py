@@ -9,7 +9,7 @@ from pathlib import Path
 from orhpc.driver.bring_up import bring_up
 from orhpc.driver.loop import publish, train
 from orhpc.driver.metrics import Phases
-from orhpc.driver.resume import Start, choose_start, restore
+from orhpc.driver.resume import Start, choose_start
 from orhpc.driver.run import CLOSE_AFTER_STOP_S, Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
@@ -40,8 +40,6 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
     run.unreported, run.last_step_skipped = None, False
     runtime, start = await _bring_up(run, token_limit, phases)
     try:
-        with phases.timed("restore"):
-            await run.unless_stopped(restore(run, runtime.trainers, start))
         with phases.timed("sync"):
             await run.unless_stopped(publish(run, runtime, start.state.step))
         saver = Saver(
@@ -78,7 +76,7 @@ def _slowest_engine_start(attempt: Path) -> dict[str, float]:
 
 
 async def _bring_up(run: Run, token_limit: int | None, phases: Phases) -> tuple[Runtime, Start]:
-    """Start all parts of the run, with the base model's weights, and choose the state to restore."""
+    """Choose the state from which the attempt continues, and start all parts of the run with it."""
     copied: asyncio.Future[set[CopyId]] = asyncio.get_running_loop().create_future()
     choosing = asyncio.ensure_future(choose_start(run, token_limit, copied))
     try:

@@ -19,7 +19,7 @@ from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, Workers, WorkerSetup, node_ids, wait_for_nodes
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.metrics import Phases
-from orhpc.driver.resume import Start
+from orhpc.driver.resume import Start, restore
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
 from orhpc.errors import ModelError, RayLost
@@ -38,7 +38,6 @@ from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
-from orhpc.train.actor import TrainerRank
 from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.types import PromptGroup
 
@@ -54,7 +53,7 @@ _JOIN_S = 180.0
 async def bring_up(
     run: Run, choosing: Awaitable[Start], copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Runtime:
-    """Start trainers, engines and workers; the trainers hold the base model's weights afterwards.
+    """Start trainers, engines and workers; the trainers hold the chosen state afterwards.
 
     ``choosing`` concurrently finds the state to start from, for which ``copied`` receives the copies that the
     trainers can restore from memory; ``phases`` receives the seconds of each part.
@@ -62,7 +61,7 @@ async def bring_up(
     Raises:
         InfraError: a part did not start.
         ConfigError: the model or an environment is not what the config says.
-        OrhpcError: what ``choosing`` raises.
+        OrhpcError: what ``choosing`` and :func:`orhpc.driver.resume.restore` raise.
     """
     config, placement, rundir = run.config, run.placement, run.rundir
     # First, so that a mistake in the user's functions ends the attempt before anything starts.
@@ -74,27 +73,31 @@ async def bring_up(
     model_dir = str(model_folder(config, rundir))
     key = (run.folder / "engine.key").read_text().strip()
 
-    starting_trainers = _start_trainers(run, ids, model_dir, copied, phases)
-    verified = timed(phases, "verify", choosing)
+    chosen = asyncio.ensure_future(timed(phases, "verify", choosing))
+    starting_trainers = _start_trainers(run, ids, model_dir, chosen, copied, phases)
     gpus = Gpus.start(config, placement, ids, run.folder / "gpus.jsonl")
     if not placement.engines:
-        start, trainers = await gather_two(verified, starting_trainers)
+        start, trainers = await gather_two(chosen, starting_trainers)
         return _replaying(run, trainers, gpus, estimator, start)
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
-    # both models do not fit together: the trainers load theirs after the engines have released theirs.
-    starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
+    # both models do not fit together: the engines load theirs when the trainers sleep.
+    shared = bool(config.placement.shared_devices)
+    trainers_sleep = asyncio.Event() if shared else None
+    starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key, trainers_sleep)
     starting_workers = Workers.start(_worker_setup(run, model_dir), ids)
     start, (engines, (trainers, workers)) = await gather_two(
-        verified,
+        chosen,
         gather_two(
             timed(phases, "engines", starting_engines),
-            gather_two(starting_trainers, timed(phases, "workers", starting_workers)),
+            gather_two(
+                _asleep(starting_trainers, trainers_sleep), timed(phases, "workers", starting_workers)
+            ),
         ),
     )
-    if config.placement.shared_devices:
-        with phases.timed("model"):
+    if shared:
+        with phases.timed("switch"):
             await engines.release()
-            await trainers.build()
+            await trainers.wake()
     await workers.connect(engines.urls, key, engines.router_url)
     producer = await _producer(run, start, workers, group_filter)
     return Runtime(
@@ -122,16 +125,33 @@ def _worker_setup(run: Run, model_dir: str) -> WorkerSetup:
 
 
 async def _start_trainers(
-    run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
+    run: Run,
+    ids: Sequence[str],
+    model_dir: str,
+    chosen: Awaitable[Start],
+    copied: asyncio.Future[set[CopyId]],
+    phases: Phases,
 ) -> Trainers:
-    """Start the trainers; they load the model unless engines share their devices, else only prepare it."""
+    """Start the trainers and restore the state that is chosen."""
     config, placement = trainer_config(run.config, model_dir), run.placement
     trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
     copied.set_result(await trainers.copies() if run.copies.any() else set())
-    if not placement.engines or not config.placement.shared_devices:
+    try:
         await timed(phases, "model", trainers.build())
-    else:
-        await timed(phases, "prepare", trainers.all_within(None, TrainerRank.prepare))
+        start = await chosen
+        await timed(phases, "restore", restore(run, trainers, start))
+    except BaseException:
+        await trainers.close()  # their memory must be free for the next attempt
+        raise
+    return trainers
+
+
+async def _asleep(starting: Awaitable[Trainers], sleep: asyncio.Event | None) -> Trainers:
+    """Let the trainers sleep once they have started, then set the event; they stay awake without one."""
+    trainers = await starting
+    if sleep is not None:
+        await trainers.sleep()
+        sleep.set()
     return trainers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar, cast
 
 from orhpc.driver.metrics import Phases
@@ -30,7 +30,8 @@ async def all_of(works: Iterable[Awaitable[A]]) -> list[A]:
             task.cancel()
 
 
-async def gather_two(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
+async def gather_two(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:
     """:func:`all_of` for two results of different types."""
-    first, second = await all_of([one, other])
+    works: list[Awaitable[Any]] = [one, other]
+    first, second = await all_of(works)
     return cast(A, first), cast(B, second)

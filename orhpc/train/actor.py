@@ -7,7 +7,6 @@ module to name methods, so it does not import transformers, which takes seconds:
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import socket
 import threading
@@ -30,7 +29,6 @@ from orhpc.process.ports import hold_port
 from orhpc.process.secrets import remember_secrets
 from orhpc.process.stacks import stacks
 from orhpc.rundir.trained import TrainedRollout, write_trained
-from orhpc.train.backend import Backend
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint.memory import StateCopies
@@ -42,7 +40,7 @@ from orhpc.train.process_groups import join_default_group, meeting_file, typed_f
 from orhpc.train.profile import traced
 from orhpc.train.rank_recovery import free_memory, leave_default_group, or_restart
 from orhpc.train.rank_state import RankState
-from orhpc.train.sleep.residence import OffloadManager, asleep_bytes
+from orhpc.train.sleep.residence import asleep_bytes
 from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
@@ -79,7 +77,6 @@ class TrainerRank(RankState):
         super().__init__(config, model_dir, rank, world_size)
         self.threads = threads
         self._backend_class = backend_class(config)  # imports its libraries while the engines start
-        self._prepared: Callable[[OffloadManager], Backend] | None = None
         routes = route_share(config, model_dir, rank, world_size)
         images = image_processor(model_dir)
         self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes, images=images)
@@ -128,17 +125,6 @@ class TrainerRank(RankState):
         if self.config.placement.shared_devices:  # while the engines start
             self._offload.prepare(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
-    def prepare(self) -> None:
-        """Do the part of :meth:`build` that takes no device memory: the engines on this device still start.
-
-        Raises ModelError for a folder that cannot be trained.
-        """
-        importlib.import_module("orhpc.train.model_check")
-        with typed_failures("the model could not be built"):
-            self._prepared = self._backend_class.prepared(
-                self.config, self.model_dir, self.rank, self.world_size
-            )
-
     def build(self) -> dict[str, Any]:
         """Load the model and compare it with transformers' (collective); :meth:`restore` must follow.
 
@@ -149,8 +135,7 @@ class TrainerRank(RankState):
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             given = (self.config, self.model_dir, self.rank, self.world_size)
-            make, self._prepared = self._prepared or partial(self._backend_class, *given), None
-            backend = make(self._offload)
+            backend = self._backend_class(*given, self._offload)
             self._backend, self._whole_at = backend, None
             from orhpc.train.model_check import check_trainer
 

@@ -13,7 +13,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -244,16 +243,6 @@ class Backend(WeightSource):
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-
-    @classmethod
-    def prepared(
-        cls, config: Config, model_dir: str, rank: int, world_size: int
-    ) -> Callable[[OffloadManager], Backend]:
-        """Do what creating it needs and what needs no device and no process group; return what does the rest.
-
-        Raises ModelError as creating it does.
-        """
-        return partial(cls, config, model_dir, rank, world_size)
 
     # --- computing ----------------------------------------------------------------------------
 

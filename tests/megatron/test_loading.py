@@ -49,8 +49,8 @@ def test_a_trainer_reads_the_checkpoint_once_for_each_role_and_releases_the_mode
     assert found["held"] > 0 == found["left"]
 
 
-def _prepare(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
-    """Body of a rank: prepare and build; and what both say of a folder that lacks a tensor."""
+def _build(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
+    """Body of a rank: build, of a folder and of one that lacks a tensor."""
     from tests.megatron import shim
 
     shim.install()
@@ -58,37 +58,28 @@ def _prepare(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
     unchecked = config.model_copy(update={"model": config.model.model_copy(update={"check": False})})
     trainer = TrainerRank(unchecked, f"{folder}/whole", rank, world, 1)
     trainer.connect("127.0.0.1", port, 60)
-    with counted_reads("orhpc.train.megatron.hf_stream") as ahead:
-        trainer.prepare()
-        prepared = dict(ahead)
-        ahead.clear()
+    with counted_reads("orhpc.train.megatron.hf_stream") as reads:
         trainer.build()
     backend: Any = trainer.backend
     embedding = backend._exporter.held()["embedding.word_embeddings.weight"].detach().numpy().copy()
     trainer.close()
-    refusals: list[str] = []
-    for method in (TrainerRank.prepare, TrainerRank.build):
-        with pytest.raises(ModelError) as error:
-            method(TrainerRank(unchecked, f"{folder}/broken", rank, world, 1))
-        refusals.append(str(error.value))
-    return {"prepared": prepared, "read": dict(ahead), "embedding": embedding, "refusals": refusals}
+    with pytest.raises(ModelError) as error:
+        TrainerRank(unchecked, f"{folder}/broken", rank, world, 1).build()
+    return {"read": dict(reads), "embedding": embedding, "refusal": str(error.value)}
 
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.slow
-def test_preparing_reads_what_building_loads_and_refuses_the_same_folders(tmp_path: Path) -> None:
+def test_a_rank_reads_only_what_it_holds_and_refuses_a_folder_that_lacks_a_tensor(tmp_path: Path) -> None:
     save_model(tmp_path / "whole", "qwen3-moe")
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     stored = load_file(tmp_path / "whole/model.safetensors")
     lacking = "model.layers.0.mlp.gate.weight"
     save_file({n: t for n, t in stored.items() if n != lacking}, tmp_path / "broken/model.safetensors")
-    for found in run_ranks(_prepare, 2, str(tmp_path)):
-        assert found["prepared"] == found["read"]
+    for found in run_ranks(_build, 2, str(tmp_path)):
         assert len(found["read"]) < len(stored), "a rank needs only its own experts"
         embedding = torch.from_numpy(found["embedding"])
         assert torch.equal(embedding[: len(stored[EMBEDDING])], stored[EMBEDDING])
-        prepare, build = found["refusals"]
-        assert prepare == build
-        assert lacking in prepare
+        assert lacking in found["refusal"]

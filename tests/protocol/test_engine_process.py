@@ -204,6 +204,30 @@ def test_a_deadline_holds_while_starting(folders: dict[str, tuple[Path, Path]], 
     assert not process.alive()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_external")
+def test_the_deadline_begins_when_the_engine_may_load(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Trainers may take minutes to load a model before engines get the memory of their devices."""
+    process = EngineProcess(
+        engine_config(), str(folders["dense"][0]), "127.0.0.1", free_port(), None, str(tmp_path / "log"), 0
+    )
+
+    async def start() -> None:
+        process.start_waiting()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.wait_ready(0.2), 3.0)
+        assert process.alive()
+        process.let_load()
+        await process.wait_ready(240.0)
+
+    try:
+        asyncio.run(start())
+    finally:
+        process.stop()
+
+
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [

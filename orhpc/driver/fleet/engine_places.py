@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
 from orhpc.config.engine import SYNC_BUCKETS
+from orhpc.driver.concurrently import gather_two
 from orhpc.driver.fleet.actors import call, call_all, spawn
 from orhpc.errors import RayLost
 from orhpc.plan.placement import EnginePlace, Placement
@@ -60,6 +62,14 @@ async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
         firsts = found[::PORTS_OF_ENGINE]
         chosen |= {key: (first, first + 1) for key, first in zip(own, firsts, strict=True)}
     return chosen
+
+
+async def engines_of(
+    config: Config, placement: Placement, ids: Sequence[str], model_dir: str, logs: Path, key: str
+) -> list[Engine]:
+    """All engines of a run, none of them started; raises as :func:`ports_of_engines`."""
+    ports = await ports_of_engines(placement, ids)
+    return [engine_at(config, placement, ids, model_dir, logs, key, e, ports) for e in placement.engines]
 
 
 def engine_at(
@@ -127,6 +137,38 @@ def _maps_memory(config: Config, ranks: int) -> bool:
         return engine.sync in ("auto", "ipc")
     room = shutil.disk_usage(SHARED_MEMORY).free
     return room >= SYNC_BUCKETS * ranks * engine.sync_bucket_mb << 20
+
+
+async def start_servers(
+    engines: Sequence[Engine], timeout_s: float, trainers_sleep: asyncio.Event | None = None
+) -> None:
+    """Start the servers of engines and wait until all answer.
+
+    ``trainers_sleep``: the servers on shared devices load their libraries at once, but their models only when
+    it is set.  ``timeout_s``: how long each may take, not counting this wait.
+
+    Raises:
+        ConfigError: a server refuses its options.
+        EngineUnavailable, PortTaken: one does not start.
+        RayLost: a node does not answer.
+    """
+    for engine in engines:
+        # An actor that is still alive holds the port of the server that it restarts.
+        engine.hosts = engine.hosts or [start() for start in engine.starters]
+    held = [h for e in engines for h in e.hosts if e.place.shared and trainers_sleep is not None]
+    free = [h for e in engines for h in e.hosts if h not in held]
+    starting = [h.start_waiting.remote() for h in held] + [h.start.remote() for h in free]
+    await call_all(starting, "engine start")
+    ready = call_all([h.wait_ready.remote(timeout_s) for h in (*held, *free)], "engine")
+    if trainers_sleep is None:
+        await ready
+        return
+
+    async def let_load() -> None:
+        await trainers_sleep.wait()
+        await call_all([h.let_load.remote() for h in held], "engine start")
+
+    await gather_two(ready, let_load())
 
 
 async def lowered_limits(engine: Engine) -> tuple[int, float] | None:

@@ -18,9 +18,9 @@ from orhpc.config import Config
 from orhpc.driver.fleet.actors import call, call_all, spawn
 from orhpc.driver.fleet.engine_places import (
     Engine,
-    engine_at,
+    engines_of,
     lowered_limits,
-    ports_of_engines,
+    start_servers,
     transports,
 )
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError, OrhpcError, RayLost
@@ -123,17 +123,23 @@ class Engines:
 
     @classmethod
     async def start(
-        cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str, logs: Path, key: str
+        cls,
+        config: Config,
+        placement: Placement,
+        ids: Sequence[str],
+        model_dir: str,
+        logs: Path,
+        key: str,
+        trainers_sleep: asyncio.Event | None = None,
     ) -> Engines:
-        """Start every server and wait until all answer."""
-        ports = await ports_of_engines(placement, ids)
-        engines = [
-            engine_at(config, placement, ids, model_dir, logs, key, place, ports)
-            for place in placement.engines
-        ]
+        """Start every server and wait until all answer.
+
+        ``trainers_sleep``: until it is set, trainers use the memory of the devices that engines share.
+        """
+        engines = await engines_of(config, placement, ids, model_dir, logs, key)
         model = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
         self = cls(engines, placement, config, key, vocabulary_of(model))
-        await self._bring_up(self._engines)
+        await start_servers(engines, self._start_timeout_s, trainers_sleep)
         self._health = asyncio.ensure_future(self._check_health())
         if router_wanted(config, len(engines)):
             await self._start_router(placement, ids, logs, key)
@@ -152,15 +158,6 @@ class Engines:
         await call(self._router.start.remote(), "router start")
         await call(self._router.wait_ready.remote(self._start_timeout_s), "router")
         self.router_url = f"http://{address}:{port}"
-
-    async def _bring_up(self, engines: Sequence[Engine]) -> None:
-        for engine in engines:
-            # An actor that is still alive holds the port of the server that it restarts.
-            engine.hosts = engine.hosts or [start() for start in engine.starters]
-        hosts = [host for engine in engines for host in engine.hosts]
-        await call_all([h.start.remote() for h in hosts], "engine start")
-        await call_all([h.wait_ready.remote(self._start_timeout_s) for h in hosts], "engine")
-        self._prepared.difference_update(engine.url for engine in engines)
 
     async def watch(self) -> list[int]:
         """Check whether every server's processes are alive; dead engines receive no more calls.
@@ -222,7 +219,8 @@ class Engines:
         await self._stop(engine)
         if (limits := await lowered_limits(engine)) is not None:
             self.lowered[index] = limits
-        await self._bring_up([engine])
+        await start_servers([engine], self._start_timeout_s)
+        self._prepared.discard(engine.url)
         if engine.place.shared:
             client = self.pool.client(engine.url)
             # Like the others, it keeps requests waiting until it serves.
@@ -377,7 +375,7 @@ class Engines:
         engine.hosts = []
 
     async def close(self) -> None:
-        tasks = [*self._starting.values(), *([self._health] if self._health is not None else [])]
+        tasks = [task for task in (*self._starting.values(), self._health) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

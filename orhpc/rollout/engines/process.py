@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,8 @@ from orhpc.process.cuda_allocator import without_expandable_segments
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.parent import naming_parent
 from orhpc.process.ports import hold_port, stop_listening
+from orhpc.process.start_gate import VARIABLE as GATE
+from orhpc.process.start_gate import close_gate
 from orhpc.process.terminal import to_server
 from orhpc.rollout.client import EngineClient
 from orhpc.rollout.engines.sglang_command import EnginePart, arguments, sglang_options
@@ -88,8 +91,8 @@ class ServerProcess:
         """Process id, once started."""
         return None if self._process is None else self._process.pid
 
-    def start(self) -> None:
-        """Start or restart the server without waiting until it is ready.
+    def start(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start or restart the server without waiting until it is ready; ``variables``: for this start only.
 
         The key is passed in a file readable only by this user.  Raises PortTaken if another process has the
         port.
@@ -111,7 +114,7 @@ class ServerProcess:
             # A new session: a terminal's Ctrl-C reaches only the driver, which stops engines in order.
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=naming_parent(self._environment),
+                env=naming_parent({**self._environment, **(variables or {})}),
                 pass_fds=[passed.fileno()] if passed is not None else [],
             )  # fmt: skip
         if passed is not None:
@@ -145,13 +148,16 @@ class ServerProcess:
     async def wait_ready(self, deadline_s: float) -> None:
         """Return once the server answers; for a part other than the first, once its process runs.
 
-        Raises ConfigError when the server refuses its options, and EngineUnavailable when it ends or takes
-        too long, both with the relevant log line; PortTaken when another process answers.
+        ``deadline_s`` counts from when nothing holds it back any more.  Raises ConfigError when the server
+        refuses its options, and EngineUnavailable when it ends or takes too long, both with the relevant log
+        line; PortTaken when another process answers.
         """
         client = EngineClient(self.url, key=None, request_timeout_s=deadline_s)
         end = time.monotonic() + deadline_s
         try:
             while True:
+                if self._is_held_back():
+                    end = time.monotonic() + deadline_s
                 if not self.alive():
                     assert self._process is not None
                     if self._process.returncode == EXIT_CONFIG:
@@ -174,6 +180,10 @@ class ServerProcess:
         finally:
             self._remove_key_file()
             await client.close()
+
+    def _is_held_back(self) -> bool:
+        """Whether the server still waits for something else before it loads what it serves."""
+        return False
 
     def _listens(self) -> bool:
         """Whether our process, or a child of it, listens at the address."""
@@ -263,7 +273,26 @@ class EngineProcess(ServerProcess):
             return [sys.executable, "-m", "orhpc.rollout.engines.sglang_server", *arguments(options)]
 
         self._config, self._command = config, command
+        self._gate: Path | None = None
         super().__init__(host, port, command(config), server_environment(config, part), key, log_path)
+
+    def start_waiting(self) -> None:
+        """:meth:`start` a server that loads its model only after :meth:`let_load`."""
+        self._gate = close_gate()
+        self.start({GATE: str(self._gate)})
+
+    def let_load(self) -> None:
+        """Let the server load its model: the memory that it needs is free."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.unlink(missing_ok=True)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        super().stop(timeout_s)
+        self.let_load()
+
+    def _is_held_back(self) -> bool:
+        return self._gate is not None
 
     def ran_out_of_memory(self) -> bool:
         """Whether the server has ended and its log since its last start says that memory was used up."""

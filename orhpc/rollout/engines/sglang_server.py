@@ -37,6 +37,7 @@ from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
+from orhpc.rollout.engines.sglang_imports import hide_megatron, wait_before_loading_models
 from orhpc.rollout.engines.start_log import BEGIN
 
 _WATCH_S = 1.0
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped; an invalid option or key file prints one line and returns exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     protect_server()
+    hide_megatron()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         own, arguments = split_arguments(arguments)
@@ -183,3 +185,5 @@ if __name__ == "__main__":
     sys.exit(main())
 if __name__ == "__mp_main__":  # SGLang's own processes, which multiprocessing has import this one's program
     protect_server()
+    hide_megatron()
+    wait_before_loading_models()

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,9 +57,7 @@ class MegatronBackend(Backend):
         rank: int,
         world_size: int,
         offload: OffloadManager,
-        loader: ModelLoader | None = None,
     ) -> None:
-        """``loader``: of this folder, if there is one already."""
         super().__init__(config, model_dir, rank, world_size, offload)
         place = RankPlace.of(rank, world_size, config.megatron)
         self.data_rank = place.dp
@@ -68,7 +65,7 @@ class MegatronBackend(Backend):
         logging.getLogger("megatron").setLevel(logging.ERROR)
         if config.precision == "fp8":
             check_scales(power_of_two=config.engine.power_of_two_scales)
-        loader = loader or ModelLoader(config, model_dir)
+        loader = ModelLoader(config, model_dir)
         self.parameters = loader.shape.parameters
         self._mapping = loader.mapping
         start_groups(config)
@@ -97,14 +94,6 @@ class MegatronBackend(Backend):
         self._cached_tensors = CachedTensors(self._models)
         self._targets = parameter_targets(chunks, self._exporter, self._mapping)
         self._no_metrics = _metrics_of_nothing(config.algorithm, self.device)
-
-    @classmethod
-    def prepared(
-        cls, config: Config, model_dir: str, rank: int, world_size: int
-    ) -> Callable[[OffloadManager], Backend]:
-        loader = ModelLoader(config, model_dir)
-        loader.read_ahead(RankPlace.of(rank, world_size, config.megatron))
-        return partial(cls, config, model_dir, rank, world_size, loader=loader)
 
     # --- computing ----------------------------------------------------------------------------
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +27,6 @@ PREFIXES = (
     ("model.language_model.", "lm_head.weight"),
 )
 """Name prefix of the language part in checkpoints of a family, and the name of its head."""
-
-
-_POPULATE_READ = 22
-"""Advice to ``madvise``: read the pages of a mapping, and enter them in the page table (Linux 5.14)."""
-_LIBC = ctypes.CDLL(None)
 
 
 class HfFolder:
@@ -119,17 +112,6 @@ class HfFolder:
             return self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"model.path: {self.folder}: {name}: {error}") from error
-
-
-def read_pages(view: Tensor) -> None:
-    """Read the pages of a mapped file that a tensor views; does nothing where the kernel cannot.
-
-    A failure to read is ignored: reading the tensor reports it.
-    """
-    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    first = view.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    end = view.data_ptr() + (last + 1) * view.element_size()
-    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_READ)
 
 
 def _block_size(folder: Path) -> tuple[int, int]:

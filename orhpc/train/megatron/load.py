@@ -11,20 +11,19 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from orhpc.models import read_shape
-from orhpc.plan.layout import RankPlace, check_layout, trainer_layout
+from orhpc.plan.layout import check_layout, trainer_layout
 from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.dtypes import DTYPES
 from orhpc.train.hf_model import load_model_config, logit_scaling_of
 from orhpc.train.loss.head import VocabularyPart
 from orhpc.train.megatron.hf_mapping import CriticMapping, HfMapping, Piece, Source
-from orhpc.train.megatron.hf_stream import HfFolder, read_pages
+from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.model import (
     Chunk,
     build_chunks,
     load_chunks,
     naming_of,
     padded_vocabulary,
-    parts_at,
     transformer_config,
 )
 from orhpc.train.megatron.model_config import build_of
@@ -53,19 +52,6 @@ class ModelLoader:
         divided = {"tp": m.tp, "etp": m.etp, "vocabulary": padded_vocabulary(self.shape, m)}
         self.mapping = HfMapping(self.shape, naming_of(config), **divided)
         self.critic_mapping = CriticMapping(self.shape, naming_of(config), **divided)
-
-    def read_ahead(self, place: RankPlace) -> None:
-        """Read what :meth:`chunks` copies to a rank's device, as far as no value has to be computed.
-
-        It stays in the page cache, which the kernel may reclaim: no further memory is taken.
-        """
-        self.mapping.units()  # kept by the mapping, for the exporter
-        if self._folder.block is not None:
-            return
-        for part in parts_at(self.shape, self.config.megatron, place.pp, place.ep):
-            for _, target, index in self.mapping.own(part, tp_rank=place.tp, etp_rank=place.etp):
-                for _, values in target.read(self._folder, index):
-                    read_pages(values)
 
     def chunks(self, *, trained: bool) -> list[Chunk]:
         """Return the model chunks of the policy or the reference on this rank's pipeline stage, with their

@@ -219,11 +219,7 @@ def padded_vocabulary(shape: ModelShape, m: MegatronSettings) -> int:
 def own_parts(shape: ModelShape, m: MegatronSettings) -> list[ModelPart]:
     """Return this rank's part of the model for each of its chunks."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return parts_at(shape, m, stage, parallel_state.get_expert_model_parallel_rank())
-
-
-def parts_at(shape: ModelShape, m: MegatronSettings, stage: int, index: int) -> list[ModelPart]:
-    """Return the parts of a pipeline stage's expert-parallel rank ``index``, one for each chunk."""
+    index = parallel_state.get_expert_model_parallel_rank()
     cuts = chunk_layers(shape, m)
     share = shape.experts // m.ep
     experts = range(index * share, (index + 1) * share) if shape.experts else None

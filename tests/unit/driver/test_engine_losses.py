@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from orhpc.config import Config
-from orhpc.driver.fleet.engine_places import Engine
+from orhpc.driver.fleet.engine_places import Engine, start_servers
 from orhpc.driver.fleet.engines import Engines
 from orhpc.errors import EngineUnavailable, RayLost
 from orhpc.plan.placement import Node, plan
@@ -202,6 +202,27 @@ class LivingHost(Host):
             return name != "ran_out_of_memory"
 
         return SimpleNamespace(remote=answer)
+
+
+def test_only_engines_on_trainers_devices_wait_for_their_memory(servers: list[Server]) -> None:
+    async def work() -> None:
+        mixed = {"mode": "mixed", "trainer_devices": 1, "engine_devices": 2}
+        engines, reports = engines_at(servers, mixed), list[list[str]]()
+        for engine in engines._engines:
+            reports.append([])
+            engine.hosts = [Host(reports[-1])]  # type: ignore[list-item]
+        assert [engine.place.shared for engine in engines._engines] == [True, False]
+        asleep = asyncio.Event()
+        starting = asyncio.ensure_future(start_servers(engines._engines, 10.0, asleep))
+        await asyncio.sleep(0.05)
+        assert reports == [["start_waiting", "wait_ready"], ["start", "wait_ready"]]
+        assert not starting.done()
+        asleep.set()
+        await starting
+        assert reports == [["start_waiting", "wait_ready", "let_load"], ["start", "wait_ready"]]
+        await engines.pool.close()
+
+    asyncio.run(work())
 
 
 def test_an_engine_that_is_down_is_restarted_even_if_its_process_is_alive(servers: list[Server]) -> None:
@@ -410,7 +431,7 @@ def test_a_server_is_restarted_by_the_actor_that_holds_its_port(
         first, second = Host(reports, lost=lost), Host(reports)
         engine.hosts, engine.starters = [first], [lambda: second]  # type: ignore[list-item]
         await Engines._stop(engines, engine)
-        await engines._bring_up([engine])
+        await start_servers([engine], 10.0)
         assert engine.hosts == ([second] if lost else [first])
         assert killed == ([first] if lost else [])
         await engines.pool.close()
@@ -431,26 +452,32 @@ def test_every_started_engine_is_prepared_once(servers: list[Server]) -> None:
             engine = engines.config.engine.model_copy(update={"backend": "sglang", **settings})
             engines.config = engines.config.model_copy(update={"engine": engine})
 
+        async def restart(chosen: Sequence[Engine]) -> None:
+            for engine in chosen:
+                await engines._restart(engine)
+
+        def prepared() -> list[int]:
+            return [server.calls.count(update) for server in servers[:2]]
+
         use(direct_loading=True)
         engines.pool.mark_down(servers[1].url, "restarting")
         await engines.prepare_started()
         await engines.prepare_started()
-        assert (servers[0].calls, servers[1].calls) == ([update] * 2, [])  # to load, and to release memory
+        assert prepared() == [2, 0]  # to load, and to release memory
         await engines.pool.readmit(servers[1].url)
-        servers[1].calls.clear()
         await engines.prepare_started()
-        assert (servers[0].calls, servers[1].calls) == ([update] * 2, [update] * 2)
-        await engines._bring_up(engines._engines[:1])
+        assert prepared() == [2, 2]
+        await restart(engines._engines[:1])
         await engines.prepare_started()
-        assert (servers[0].calls, servers[1].calls) == ([update] * 4, [update] * 2)
+        assert prepared() == [4, 2]
         use(direct_loading=False)
-        await engines._bring_up(engines._engines)
+        await restart(engines._engines)
         await engines.prepare_started()
-        assert (servers[0].calls, servers[1].calls) == ([update] * 5, [update] * 3)
+        assert prepared() == [5, 3]
         engines.shared.clear()
-        await engines._bring_up(engines._engines)
+        await restart(engines._engines)
         await engines.prepare_started()
-        assert (servers[0].calls, servers[1].calls) == ([update] * 5, [update] * 3)
+        assert prepared() == [5, 3]
         await engines.close()
 
     asyncio.run(run())

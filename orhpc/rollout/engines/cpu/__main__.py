@@ -23,6 +23,7 @@ from orhpc.models.images import image_processor
 from orhpc.process.parent import parent_of_server
 from orhpc.process.ports import inherited_socket, start_listening
 from orhpc.process.secrets import read_engine_key
+from orhpc.process.start_gate import wait_at_gate
 from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.cpu.batcher import Batcher
 from orhpc.rollout.engines.cpu.control import WeightControl
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         # more threads than cores, and libgomp sleeps at every barrier: steps take 1.5 times as long.
         torch.set_num_threads(1)
         _use_interface_of(args.host)
+        wait_at_gate()
         model = _load(args)
         weights = WeightStore(model.model)
     except ConfigError as error:
