@@ -73,7 +73,7 @@ def wanted(config: Config) -> list[Outside]:
         url = resolve_secrets({"notify.webhook": config.notify.webhook}, {})["notify.webhook"]
         found.append(Outside(url, "notify.webhook", without="no messages are sent"))
     for name, settings in config.environments.items():
-        if settings.serve is None:
+        if not settings.is_served:
             found.append(Outside(settings.url or _OPENREWARD, f"environments.{name}"))
     return found
 

@@ -259,6 +259,8 @@ def test_the_command_prints_one_line_per_check(
 def test_a_run_without_external_servers_contacts_none() -> None:
     assert internet.wanted(config_of()) == []
     assert internet.survey(config_of()) == internet.Survey("no external server is needed", {})
+    prompts = {"prompts": {"data": {"path": "train.jsonl"}}}  # served by the job, as with serve
+    assert internet.wanted(config_of(environments=prompts)) == []
 
 
 def test_w_and_b_is_offline_if_it_cannot_be_reached(
