@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import re
 import string
@@ -95,8 +96,8 @@ def _task(settings: DataSettings, row: Row) -> _Task:
     task: dict[str, Any] = {"prompt": _prompt(settings.prompt, row)}
     if settings.label is not None:
         task["label"] = _column(settings.label, row)
-        if task["label"] is None and not settings.is_function:
-            raise ValueError(f"column {settings.label!r} is empty, so no answer could be right")
+        if not settings.is_function:
+            _check_label(settings, settings.label, task["label"])
         if settings.verifier == "regex":
             _check_pattern(settings.label, str(task["label"]))
     asked = _line(task)
@@ -104,8 +105,32 @@ def _task(settings: DataSettings, row: Row) -> _Task:
         task["row"] = dict(row)
         if settings.label is None:  # the function finds its label in the row
             asked = _line(task)
-    difficulty = 0.0 if settings.difficulty is None else float(_column(settings.difficulty, row))
+    difficulty = 0.0 if settings.difficulty is None else _number(settings.difficulty, row)
     return _Task(difficulty, asked, _line(task))
+
+
+def _number(column: str, row: Row) -> float:
+    """The number in a column; raises ValueError without one: a NaN would leave the tasks unsorted."""
+    value = _column(column, row)
+    if value is None:
+        raise ValueError(f"column {column!r} is empty")
+    return float(value)
+
+
+def _check_label(settings: DataSettings, column: str, label: Any) -> None:
+    """Raises ValueError for a label to which no answer could be equal, or every one.
+
+    ``exact`` takes any text: it also stands for the judgement of ``rollout.custom_reward``, whose labels may
+    be empty or nested.
+    """
+    exact = settings.verifier == "exact"
+    if label is None or not (exact or str(label).strip()):
+        raise ValueError(f"column {column!r} is empty, so no answer could be right")
+    if not exact and isinstance(label, (Mapping, list)):
+        raise ValueError(
+            f"column {column!r} is a {type(label).__name__}, which no answer could be: name a nested column "
+            "with dots, or judge with a function (verifier: package.module:function)"
+        )
 
 
 def _check_pattern(column: str, label: str) -> None:
@@ -141,7 +166,9 @@ def _text(value: Any) -> str:
     if isinstance(value, Sequence) and all(isinstance(m, Mapping) and "content" in m for m in value):
         roles = [m.get("role") for m in value]
         if roles == ["user"]:
-            return str(value[0]["content"])
+            if not isinstance(content := value[0]["content"], str):
+                raise ValueError(f"the message's content is not text, but {type(content).__name__}")
+            return content
         raise ValueError(
             f"the prompt is a conversation of {', '.join(map(str, roles))}: only one message of the user can "
             "be used; write a system message to rollout.system_prompt_template"
@@ -150,18 +177,16 @@ def _text(value: Any) -> str:
 
 
 def _column(name: str, row: Row) -> Any:
-    """The value of a column; dots lead into nested ones."""
-    if name in row:
-        return row[name]
+    """The value of a column; dots lead into nested ones.  A NaN, as pandas writes a missing value, is None."""
     value: Any = row
-    for part in name.split("."):
+    for part in [name] if name in row else name.split("."):
         if isinstance(value, str):  # nested columns of csv files and some datasets are JSON
             value = json.loads(value)
         if not isinstance(value, Mapping) or part not in value:
             known = ", ".join(list(row)[:_SHOWN])
             raise ValueError(f"there is no column {name!r}; there are: {known}")
         value = value[part]
-    return value
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 # --- sources --------------------------------------------------------------------------------------

@@ -135,6 +135,26 @@ def _program(tmp_path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ('{"prompt": "a", "label": 1}\n', {"prompt": "{prompt"}, "row 1: "),
         ('{"prompt": [{"role": "system", "content": "s"}], "label": 1}\n', {}, "a conversation of system"),
         ('{"prompt": "a", "label": null}\n', {"verifier": "exact"}, "row 1: column 'label' is empty"),
+        ('{"prompt": "a", "label": NaN}\n', {"verifier": "exact"}, "row 1: column 'label' is empty"),
+        ('{"prompt": "a", "label": " "}\n', {"verifier": "regex"}, "row 1: column 'label' is empty"),
+        (
+            '{"prompt": "a", "label": ["4", "four"]}\n',
+            {"verifier": "regex"},
+            "row 1: column 'label' is a list",
+        ),
+        ('{"prompt": "a", "label": {"x": 1}}\n', {}, "row 1: column 'label' is a dict"),
+        ('{"prompt": NaN, "label": 1}\n', {}, "row 1: the prompt is neither text nor a list of messages"),
+        ('{"prompt": "a", "label": 1, "level": NaN}\n', {"difficulty": "level"}, "column 'level' is empty"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "label": 1}\n',
+            {},
+            "row 1: the message's content is not text, but list",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": null}], "label": 1}\n',
+            {},
+            "row 1: the message's content is not text, but NoneType",
+        ),
         ('{"prompt": "a", "label": "(4"}\n', {"verifier": "regex"}, "row 1: column 'label' is not a regular"),
         ('{"prompt": "\\ud800", "label": 1}\n', {}, "surrogates not allowed"),
         (
