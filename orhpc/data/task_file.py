@@ -177,7 +177,7 @@ def _text(value: Any) -> str:
 
 
 def _column(name: str, row: Row) -> Any:
-    """The value of a column; dots lead into nested ones.  A NaN, as pandas writes a missing value, is None."""
+    """The value of a column; dots lead into nested ones.  A NaN, a missing value of pandas, is None."""
     value: Any = row
     for part in [name] if name in row else name.split("."):
         if isinstance(value, str):  # nested columns of csv files and some datasets are JSON

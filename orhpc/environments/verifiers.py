@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orhpc.errors import ConfigError
+from orhpc.errors import ConfigError, UserCodeError
 from orhpc.judging import expressions, killable, texts
 from orhpc.process.user_code import user_error
 
@@ -78,16 +78,30 @@ def _function(name: str) -> Verifier:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"data.verifier: {name} cannot be loaded: {error}") from None
 
+    what = f"data.verifier: {name}"
+
+    def call(*given: Any) -> Any:
+        # Wrapped in the thread: asyncio.to_thread would wait for ever for a StopIteration, as ``next`` raises
+        # it where an answer has no match, and a SystemExit would end the server's event loop.
+        try:
+            return function(*given)
+        except (Exception, SystemExit) as error:
+            raise user_error(what, error) from error
+
     async def judge(answer: str, label: Any, row: Mapping[str, Any]) -> Verdict:
         try:
             if inspect.iscoroutinefunction(function):
                 reward = await function(answer, label, row)
             else:
-                reward = await asyncio.to_thread(function, answer, label, row)
+                reward = await asyncio.to_thread(call, answer, label, row)
+            if inspect.isawaitable(reward):  # of a decorated function, or of an object with ``__call__``
+                reward = await reward
             if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
                 raise TypeError(f"it returned {reward!r}, not a finite number")
-        except Exception as error:
-            raise user_error(f"data.verifier: {name}", error) from error
+        except UserCodeError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise user_error(what, error) from error
         return Verdict(float(reward))
 
     return judge

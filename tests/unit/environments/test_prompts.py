@@ -174,6 +174,40 @@ def test_an_exception_of_a_function_keeps_its_type_place_and_traceback(
     assert "return row['points']" in caught.value.trace
 
 
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("next(iter([]))", r"raised StopIteration.*judging_0\.py:2 in judge"),
+        ("sys.exit(3)", r"raised SystemExit: 3 \(.*judging_1\.py:2 in judge"),
+    ],
+)
+def test_a_function_that_ends_its_thread_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, named: str
+) -> None:
+    """With asyncio.to_thread alone the first call is never answered, and the second ends the loop."""
+    name = f"judging_{int('exit' in body)}"
+    (tmp_path / f"{name}.py").write_text(f"import sys\ndef judge(answer, label, row): {body}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    environment = served(tmp_path, verifier=f"{name}:judge")
+
+    async def judged() -> None:
+        session: Prompts = environment(await environment.get_task("train", 0))
+        output = await asyncio.wait_for(session.answer(Answer(text="x")), 30)
+        error = error_of_metadata(output.metadata)
+        assert error is not None
+        raise error
+
+    with pytest.raises(UserCodeError, match=named):
+        asyncio.run(judged())
+
+
+def test_a_decorated_coroutine_function_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "async def one(answer, label, row):\n    return 1.0\njudge = lambda *given: one(*given)\n"
+    (tmp_path / "judging_decorated.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert reward(served(tmp_path, verifier="judging_decorated:judge"), "x") == 1.0
+
+
 def test_a_missing_function_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere:judge"):
         served(tmp_path, verifier="nowhere:judge")
