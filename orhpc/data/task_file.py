@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 import os
@@ -195,9 +196,10 @@ def _column(name: str, row: Row) -> Any:
 def _splits(settings: DataSettings, setting: str) -> Iterator[tuple[str, Iterable[Row]]]:
     for split, path in settings.paths.items():
         source, only = _source(path)
-        readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
-        if source.is_file() and source.suffix in readers:
-            yield split or "train", readers[source.suffix](source, f"{setting}.path")
+        if source.is_file() and source.suffix in _READERS:
+            if only not in (None, "train"):
+                raise ConfigError(f"{setting}.path: {path}: a single file is the split train, not {only}")
+            yield split or "train", _READERS[source.suffix](source, f"{setting}.path")
             continue
         found = _dataset(source, settings, setting)
         chosen = {name: rows for name, rows in found.items() if only in (None, name)}
@@ -260,6 +262,9 @@ def _json(data: bytes, where: str) -> Any:
         raise ConfigError(f"{where} is nested too deeply") from None
 
 
+_READERS = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
+
+
 def _dataset(source: Path, settings: DataSettings, setting: str) -> dict[str, Iterable[Row]]:
     """The splits of a file, folder or hub dataset that the package ``datasets`` reads."""
     try:
@@ -270,16 +275,40 @@ def _dataset(source: Path, settings: DataSettings, setting: str) -> dict[str, It
         ) from None
     datasets.disable_progress_bars()
     kind = _FORMATS.get(source.suffix)
+    if source.is_file() and kind is None:  # its name could also be one of the hub
+        known = ", ".join([*_READERS, *_FORMATS])
+        raise ConfigError(f"{setting}.path: {source}: a file's name ends with one of {known}")
     try:
         if source.is_file() and kind is not None:
             return dict(datasets.load_dataset(kind, data_files=str(source)))  # type: ignore[arg-type]
         folder = source if source.is_dir() else _fetched(str(source), settings.revision, setting)
+        builder = datasets.load_dataset_builder(str(folder), settings.subset)
+        if (files := _plain_files(builder)) is not None:
+            return {name: _rows_of(paths, f"{setting}.path") for name, paths in files.items()}
         return dict(datasets.load_dataset(str(folder), settings.subset))  # type: ignore[arg-type]
     except OrhpcError:
         raise
     except Exception as error:  # noqa: BLE001 - pyarrow, datasets and fsspec raise errors of many kinds
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{setting}.path: {source} cannot be read: {reason}") from None
+
+
+def _plain_files(builder: Any) -> dict[str, list[Path]] | None:
+    """Files by split, if they have JSON lines or comma-separated columns without declared types or options.
+
+    ``datasets`` would guess types: the label 007 would be the number 7, and 2020-01-01 a time.
+    """
+    config, own = builder.config, ("name", "version", "data_dir", "data_files", "description")
+    plain = dataclasses.replace(type(config)(), **{name: getattr(config, name) for name in own})
+    found = {str(split): [Path(p) for p in paths] for split, paths in (config.data_files or {}).items()}
+    files = [path for paths in found.values() for path in paths]
+    readable = all(path.suffix in (".jsonl", ".csv") and path.is_file() for path in files)
+    return found if files and readable and config == plain and builder.info.features is None else None
+
+
+def _rows_of(files: Iterable[Path], setting: str) -> Iterator[Row]:
+    for file in files:
+        yield from _READERS[file.suffix](file, setting)
 
 
 def _fetched(name: str, revision: str | None, setting: str) -> Path:

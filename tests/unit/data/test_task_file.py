@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,50 @@ def test_splits_of_a_folder_and_of_a_mapping(tmp_path: Path) -> None:
     write_tasks(DataSettings(path=chosen), tmp_path / "chosen", "data")
     assert [t["prompt"] for t in tasks(tmp_path / "chosen", "train")] == ["b", "a"]
     assert [t["prompt"] for t in tasks(tmp_path / "chosen", "easy")] == ["a", "b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
+def test_a_folder_has_the_same_rows_as_its_file(tmp_path: Path, name: str) -> None:
+    """The package datasets would make 7, 2020-01-01 00:00:00 and a missing value of these labels."""
+    pytest.importorskip("datasets")
+    labels = ["007", "008"] if name.endswith("csv") else ["2020-01-01", "2020-01-02"]
+    rows = [{"prompt": f"p{number}", "label": label} for number, label in enumerate(labels)]
+    source = write_lines(tmp_path / "data" / name, rows)
+    if name.endswith("csv"):
+        source.write_text("prompt,label\n" + "".join(f"{row['prompt']},{row['label']}\n" for row in rows))
+    for path, out in ((source, "file"), (source.parent, "folder")):
+        write_tasks(DataSettings(path=str(path), verifier="exact"), tmp_path / out, "data")
+    assert tasks(tmp_path / "folder") == tasks(tmp_path / "file") == rows
+
+
+@pytest.mark.slow
+def test_options_that_a_dataset_declares_are_kept(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "some.csv").write_text("prompt;label\na;1\n")
+    card = "configs:\n- config_name: default\n  data_files: some.csv\n  sep: ';'\n"
+    (tmp_path / "data" / "README.md").write_text(f"---\n{card}---\n")
+    write_tasks(DataSettings(path=str(tmp_path / "data")), tmp_path / "out", "data")
+    assert tasks(tmp_path / "out") == [{"prompt": "a", "label": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("data/rows.tsv", "data/rows.tsv: a file's name ends with one of .jsonl, .json, .csv"),
+        ("data/rows.jsonl.gz", "data/rows.jsonl.gz: a file's name ends with one of"),
+        ("data/rows.jsonl:test", "a single file is the split train, not test"),
+    ],
+)
+def test_a_file_that_exists_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / name.partition(":")[0], ROWS)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        write_tasks(DataSettings(path=name), tmp_path / "out", "data")
 
 
 @pytest.mark.slow
