@@ -33,6 +33,8 @@ Row = Mapping[str, Any]
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
 _LONGEST_FIELD = 1 << 30
 """Characters of a column of a CSV file."""
+STATES = "files"
+"""Key of ``source.json``: the states of the source's files when they were read."""
 _SHOWN = 12
 """Column names in an error."""
 
@@ -54,6 +56,7 @@ def write_tasks(settings: DataSettings, folder: Path, setting: str) -> dict[str,
         OrhpcError: the hub refuses, or cannot be reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    states = states_of(settings)  # before they are read: a later change is noticed
     counts: dict[str, tuple[int, int]] = {}
     for split, rows in _splits(settings, setting):
         tasks = list(_tasks(settings, rows, f"{setting}, split {split}"))
@@ -68,8 +71,21 @@ def write_tasks(settings: DataSettings, folder: Path, setting: str) -> dict[str,
         write_atomic(folder / f"{split}.jsonl", "".join(f"{task.line}\n" for task in kept))
         counts[split] = len(kept), len(tasks) - len(kept)
     # Written last: its presence says that the files are complete.
-    write_atomic(folder / "source.json", json.dumps(settings.source(), indent=1) + "\n")
+    made_from = settings.source() | {STATES: states}
+    write_atomic(folder / "source.json", json.dumps(made_from, indent=1) + "\n")
     return counts
+
+
+def states_of(settings: DataSettings) -> dict[str, list[int]]:
+    """Size in bytes and time of change in nanoseconds of every source file on this machine, by path."""
+    found: dict[str, list[int]] = {}
+    for path in settings.paths.values():
+        source, _ = source_of(path)
+        files = [source] if source.is_file() else source.rglob("*") if source.is_dir() else []
+        for file in files:
+            if file.is_file():
+                found[str(file)] = [file.stat().st_size, file.stat().st_mtime_ns]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +211,7 @@ def _column(name: str, row: Row) -> Any:
 
 def _splits(settings: DataSettings, setting: str) -> Iterator[tuple[str, Iterable[Row]]]:
     for split, path in settings.paths.items():
-        source, only = _source(path)
+        source, only = source_of(path)
         if source.is_file() and source.suffix in _READERS:
             if only not in (None, "train"):
                 raise ConfigError(f"{setting}.path: {path}: a single file is the split train, not {only}")
@@ -210,7 +226,7 @@ def _splits(settings: DataSettings, setting: str) -> Iterator[tuple[str, Iterabl
             yield split or name, rows
 
 
-def _source(path: str) -> tuple[Path, str | None]:
+def source_of(path: str) -> tuple[Path, str | None]:
     """The path, and the split that is written behind it."""
     if Path(path).exists() or ":" not in path:
         return Path(path), None
@@ -311,11 +327,20 @@ def _rows_of(files: Iterable[Path], setting: str) -> Iterator[Row]:
         yield from _READERS[file.suffix](file, setting)
 
 
+def require_source(source: Path, setting: str) -> None:
+    """Raises ConfigError if a source is neither on this machine nor can be a dataset of the hub.
+
+    A relative path of two parts could be the name of a dataset: one that ends as a file does is a file.
+    """
+    if source.exists() or (is_hub_name(str(source)) and source.suffix not in (*_READERS, *_FORMATS)):
+        return
+    raise ConfigError(
+        f"{setting}.path: {source}: no such file or folder, and not a dataset (Organization/Name)"
+    )
+
+
 def _fetched(name: str, revision: str | None, setting: str) -> Path:
-    if not is_hub_name(name):
-        raise ConfigError(
-            f"{setting}.path: {name}: no such file or folder, and not a dataset (Organization/Name)"
-        )
+    require_source(Path(name), setting)
     from orhpc.models.hub import fetch_dataset
 
     return fetch_dataset(name, revision, f"{setting}.path")

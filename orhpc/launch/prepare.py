@@ -19,6 +19,7 @@ from packaging.version import Version
 from orhpc.config import Config
 from orhpc.config.files import changes_on_resume, differences, dump_config, load_config
 from orhpc.data.prepared_tasks import listed_tasks
+from orhpc.data.task_file import require_source, source_of
 from orhpc.errors import CheckpointError, ConfigError, PreflightError
 from orhpc.launch.provenance import write_provenance
 from orhpc.process.access import use_access
@@ -53,7 +54,7 @@ def check_paths(config: Config) -> str:
     """Check that the data named in the config exists on this machine; return the checked paths.
 
     Raises:
-        ConfigError: a record, checkpoint or task file does not exist or cannot be used.
+        ConfigError: a record, checkpoint, task file or source of prompts does not exist or cannot be used.
     """
     checked: list[str] = []
     if config.train.replay_rollouts is not None:
@@ -69,6 +70,12 @@ def check_paths(config: Config) -> str:
         path = copy if copy.exists() else Path(config.rollout.task_file)
         listed = listed_tasks(config, path)
         checked.append(f"{sum(map(len, listed.values()))} tasks of {path}")
+    for name, settings in config.environments.items():
+        if settings.data is None or (run_directory(config).data_of(name) / "source.json").exists():
+            continue  # a resumed run does not need its source
+        for path in settings.data.paths.values():
+            require_source(source_of(path)[0], f"environments.{name}.data")
+            checked.append(path)
     return ", ".join(checked) or "no record, checkpoint or task file is named"
 
 
@@ -109,8 +116,7 @@ def write_config(rundir: RunDir, config: Config) -> list[str]:
         if begun:
             raise
         changes = differences(before, config)
-        for group in rundir.buffer.glob("group_*.h5"):
-            group.unlink()
+        rundir.discard_buffer()
     if changes or before is config:
         write_atomic(rundir.config, dump_config(config))
     return changes

@@ -102,6 +102,11 @@ class RunDir:
                 raise StorageRefused(problem) from None
             raise ConfigError(problem) from None
 
+    def discard_buffer(self) -> None:
+        """Delete the buffered groups, which were rolled out under other settings or on other tasks."""
+        for group in self.buffer.glob("group_*.h5"):
+            group.unlink()
+
     def data_of(self, environment: str) -> Path:
         """Folder of the task files of an environment with ``data``."""
         return self.path / "data" / environment.replace("/", "_")

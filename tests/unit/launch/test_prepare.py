@@ -9,7 +9,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import ConfigError, PreflightError
-from orhpc.launch import prepare
+from orhpc.launch import prepare, task_files
 from orhpc.launch.prepare import check_versions, write_config
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
@@ -83,3 +83,36 @@ def test_a_run_is_finished_only_with_its_last_evaluation(
     log.write("step", step=4)  # made again after a loss
     assert not prepare.is_finished(run, evaluated)
     log.close()
+
+
+@pytest.mark.slow
+def test_prompts_are_read_again_only_before_the_first_step(run: RunDir, tmp_path: Path) -> None:
+    """The user corrects the rows that failed, and repeats the command."""
+    source, copy = tmp_path / "rows.jsonl", run.data_of("e") / "train.jsonl"
+    prompts = config(environments={"e": {"data": {"path": str(source), "verifier": "exact"}}})
+    for begun, text, wanted in ((False, "one", "one"), (False, "three", "three"), (True, "two", "three")):
+        if begun:
+            EventLog(run.events, run.begin_attempt()).write("step", step=1)
+        (run.buffer / "group_0.h5").write_bytes(b"")
+        source.write_text(f'{{"prompt": "{text}", "label": "1"}}\n')
+        task_files.ensure(prompts, run)
+        assert wanted in copy.read_text()
+    assert (run.buffer / "group_0.h5").exists()
+    source.unlink()
+    task_files.ensure(prompts, run)
+    assert "three" in copy.read_text()
+
+
+@pytest.mark.parametrize("path", ["rows.jsonl", "data/rows.jsonl", "data/rows.parquet"])
+def test_prompts_that_do_not_exist_are_refused_before_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = config(environments={"e": {"data": {"path": {"train": path}}}})
+    with pytest.raises(ConfigError, match=rf"^environments\.e\.data\.path: {path}: no such file or folder"):
+        prepare.check_paths(missing)
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("")
+    assert prepare.check_paths(missing) == path
+    on_the_hub = config(environments={"e": {"data": {"path": "openai/gsm8k:train"}}})
+    assert prepare.check_paths(on_the_hub) == "openai/gsm8k:train"
