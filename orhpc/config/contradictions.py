@@ -124,8 +124,14 @@ def _source_problems(c: Config) -> list[str]:
         problems.append("evaluation.interval: evaluation needs evaluation.splits")
     if c.train.steps == 0 and (replays or not c.evaluation.splits):
         problems.append("train.steps: 0 evaluates and trains nothing; it needs evaluation.splits")
+    folders: dict[str, str] = {}
     for name, settings in c.environments.items():
         own = settings.apply_to(c.rollout)
+        # Both would read the tasks of the one that is written last: RunDir.data_of.
+        if settings.data is not None and (other := folders.setdefault(name.replace("/", "_"), name)) != name:
+            problems.append(
+                f"environments.{name}: the tasks of {other} have the same folder; rename one of them"
+            )
         if own.max_total_tokens > c.rollout.max_total_tokens:
             problems.append(f"environments.{name}.max_total_tokens: is above rollout.max_total_tokens")
         if own.max_response_tokens >= own.max_total_tokens:

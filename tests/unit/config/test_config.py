@@ -114,6 +114,11 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         (ENVIRONMENT + "train: {steps: 0}", [], "train.steps: 0 evaluates and trains nothing; it needs"),
         (ENVIRONMENT + "train: {steps: -1}", [], "train.steps: "),
         (ENVIRONMENT, ["environments.org/env.splits=[]"], "org/env: trains nothing (splits, weight), and"),
+        (
+            "environments: {a/b: {data: {path: x.jsonl}}, a_b: {data: {path: y.jsonl}}, c: {serve: letters}}",
+            [],
+            "environments.a_b: the tasks of a/b have the same folder; rename one of them",
+        ),
         (ENVIRONMENT, ["environments.org/env.max_total_tokens=40000"], "is above rollout.max_total_tokens"),
         (ENVIRONMENT, ["environments.org/env.max_total_tokens=9"], "max_response_tokens must be below"),
         (ENVIRONMENT, ["environments.org/env.weight=-1"], "environments.org/env.weight"),
