@@ -90,7 +90,7 @@ class Agent:
             return await self.function(context, which)
         except OrhpcError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.config.rollout.custom_agent is None:
                 raise
             raise user_error(f"rollout.custom_agent: {self.config.rollout.custom_agent}", error) from error

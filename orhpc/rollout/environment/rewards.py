@@ -72,7 +72,7 @@ async def call_custom_reward(
         value = await value if inspect.isawaitable(value) else value
     except OrhpcError:
         raise  # of the environment, which an adapter asks
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the event loop would end, and with it every rollout
         failure = user_error(f"rollout.custom_reward: {name}", error)
         failure.transcript = rollout.messages
         raise failure from error

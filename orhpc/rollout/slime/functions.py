@@ -105,7 +105,7 @@ class SlimeReward:
         try:
             values = self.function(self.args, samples)
             values = list(await values if inspect.isawaitable(values) else values)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise user_error(f"rollout.custom_reward: {self.name}", error) from error
         if len(values) != len(rollouts):
             raise UserCodeError(

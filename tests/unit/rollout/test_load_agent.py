@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orhpc.config import Config
-from orhpc.errors import ConfigError, ModelError
-from orhpc.rollout.agent import run_rollout
+from orhpc.errors import ConfigError, ModelError, UserCodeError
+from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.loaded_agent import load_agent
+from orhpc.rollout.transcript import RolloutRequest
 from orhpc.types import GroupRequest, Rollout, Sampling, Task
 from tests.scripted import CHATML, Policy, Room, tokenizer
 
@@ -86,6 +88,17 @@ def test_custom_functions_are_called(model_dir: str) -> None:
     )
     rollout = asyncio.run(running)  # type: ignore[arg-type]
     assert (rollout.reward, rollout.error) == (4.0, "made by own_agent")
+
+
+async def leaving_agent(context: AgentContext, request: RolloutRequest) -> Rollout:
+    sys.exit("no judge")
+
+
+def test_an_agent_that_exits_is_an_error_of_the_user(model_dir: str) -> None:
+    agent = load_agent(config_of(custom_agent=f"{__name__}:leaving_agent"), model_dir)
+    room, policy = Room(answers={"add": []}), Policy(agent.chat, ["One."])
+    with pytest.raises(UserCodeError, match=r"leaving_agent raised SystemExit: no judge"):
+        asyncio.run(agent.run(group(), 0, environment=room, generate=policy))  # type: ignore[arg-type]
 
 
 def test_a_folder_without_a_tokenizer_gives_a_one_line_error(tmp_path: Path, model_dir: str) -> None:

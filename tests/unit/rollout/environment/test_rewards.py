@@ -80,8 +80,8 @@ def test_custom_rewards_replace_the_environments_and_are_clamped() -> None:
         run(bad, Policy(CHAT, ["x"]), reward=lambda rollout: float("nan"))
 
 
-@pytest.mark.parametrize("error", [TimeoutError("the judge"), KeyError("x"), AssertionError()])
-def test_an_error_of_a_reward_function_names_its_line(error: Exception) -> None:
+@pytest.mark.parametrize("error", [TimeoutError("the judge"), KeyError("x"), AssertionError(), SystemExit(3)])
+def test_an_error_of_a_reward_function_names_its_line(error: BaseException) -> None:
     def score(rollout: Rollout) -> float:
         raise error
 
