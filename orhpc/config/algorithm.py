@@ -185,15 +185,6 @@ class AlgorithmSettings(Section):
             raise ValueError("normalise_loss: constant and normalise_length need each other")
         return self
 
-    @model_validator(mode="after")
-    def _sequence_ratios(self) -> Self:
-        if self.loss == "gspo" and self.correction.mode == "mask" and self.correction.level == "token":
-            raise ValueError(
-                "loss: gspo has one ratio for each sample, through which a token that correction masks would "
-                "keep its gradient; set correction.level: sequence or geometric"
-            )
-        return self
-
     @property
     def mismatch_correction(self) -> CorrectionSettings:
         """The effective correction, with ``use_tis`` expanded."""

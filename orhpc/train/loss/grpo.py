@@ -87,13 +87,18 @@ def cispo_loss(
 def gspo_log_ratio(log_ratio_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int) -> Tensor:
     """Return every token's sequence-level log-ratio: the mean over its sample's sampled tokens.
 
-    ``log s_i = mean_t(log r_it)`` (GSPO, arXiv:2507.18071, eq. 7).  ``segments_P`` gives each slot's
-    sample index, from 0 to ``n_segments - 1``.
+    ``log s_i = mean_t(log r_it)`` (GSPO, arXiv:2507.18071, eq. 7); its gradient at a token is that of the
+    token's own log-probability: ``log s_it = sg(log s_i) + log p_it - sg(log p_it)`` (GSPO-token, eq. 14).
+    If all tokens of a sample have the same advantage and weight, loss and gradient are those of GSPO
+    (section 4.3); otherwise each token keeps its own, while eq. 7's gradient would average them.
+    ``segments_P`` gives each slot's sample index, from 0 to ``n_segments - 1``.
     """
-    sums_S = log_ratio_P.new_zeros(n_segments).index_add(
-        0, segments_P, torch.where(mask_P, log_ratio_P, torch.zeros_like(log_ratio_P))
+    constant_P = log_ratio_P.detach()
+    sums_S = constant_P.new_zeros(n_segments).index_add(
+        0, segments_P, torch.where(mask_P, constant_P, torch.zeros_like(constant_P))
     )
-    return (sums_S / _tokens_of_segments(mask_P, segments_P, n_segments))[segments_P]
+    means_S = sums_S / _tokens_of_segments(mask_P, segments_P, n_segments)
+    return means_S[segments_P] + (log_ratio_P - constant_P)
 
 
 def correction_weights(

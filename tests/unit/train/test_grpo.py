@@ -33,7 +33,9 @@ class Reference:
             slots = np.flatnonzero((self.a["segments"] == segment) & self.a["mask"])
             if not len(slots):
                 continue
-            log_ratios = self.a["logprobs"][slots] - self.a["old"][slots]
+            # GSPO-token: the mean is a constant, around which each token's ratio moves with its own
+            # log-probability; "frozen" holds those at which the gradient is taken.
+            log_ratios = self.a.get("frozen", self.a["logprobs"])[slots] - self.a["old"][slots]
             weights = self.corrections(slots)
             losses = [self.token(i, log_ratios.mean(), w) for i, w in zip(slots, weights, strict=True)]
             if self.s.normalise_loss == "sample":
@@ -73,7 +75,9 @@ class Reference:
         a, s = self.a, self.s
         high = s.eps_clip if s.eps_clip_high is None else s.eps_clip_high
         advantage, logprob = self.advantage(i), a["logprobs"][i]
-        log_ratio = mean_log_ratio if s.loss == "gspo" else logprob - a["old"][i]
+        log_ratio = logprob - a["old"][i]
+        if s.loss == "gspo":
+            log_ratio = mean_log_ratio + logprob - a.get("frozen", a["logprobs"])[i]
         ratio = math.exp(log_ratio)
         clipped = min(max(ratio, 1 - s.eps_clip), 1 + high)
         if s.loss == "cispo":
@@ -122,9 +126,7 @@ def inputs(a: dict[str, np.ndarray], logprobs: torch.Tensor | None = None, *, ol
 
 def allowed(**values: Any) -> AlgorithmSettings:
     """Generate settings, with conflicting ones made consistent."""
-    correction, length = values["correction"], values.pop("length")
-    if values["loss"] == "gspo" and correction.mode == "mask" and correction.level == "token":
-        values["correction"] = correction.model_copy(update={"level": "sequence"})
+    length = values.pop("length")
     if values["normalise_loss"] == "constant":
         values["normalise_length"] = length
     if (penalty := values.pop("penalty")) is not None:
@@ -194,7 +196,7 @@ def _slope(a: dict[str, np.ndarray], s: AlgorithmSettings, i: int, step: float) 
         here = Reference(base, frozen, 3, 9).loss()
         moved = base | {"logprobs": _moved(a["logprobs"], i, step)}
         return (Reference(moved, frozen, 3, 9).loss() - here) / step
-    moved = a | {"logprobs": _moved(a["logprobs"], i, step)}
+    moved = a | {"logprobs": _moved(a["logprobs"], i, step), "frozen": a["logprobs"]}
     return (Reference(moved, s, 3, 9).loss() - Reference(a, s, 3, 9).loss()) / step
 
 
@@ -313,7 +315,6 @@ def test_a_constant_normalizer_weighs_tokens_of_long_and_short_samples_alike() -
     [
         ({"normalise_loss": "constant"}, "normalise_length need each other"),
         ({"normalise_length": 10}, "normalise_length need each other"),
-        ({"loss": "gspo", "correction": {"mode": "mask"}}, "correction.level: sequence or geometric"),
     ],
 )
 def test_settings_that_would_not_do_what_they_say_are_refused(values: dict[str, Any], said: str) -> None:
@@ -321,10 +322,40 @@ def test_settings_that_would_not_do_what_they_say_are_refused(values: dict[str, 
         AlgorithmSettings.model_validate(values)
 
 
-def test_gspo_masks_whole_samples() -> None:
-    for level in ("sequence", "geometric"):
-        AlgorithmSettings.model_validate({"loss": "gspo", "correction": {"mode": "mask", "level": level}})
-    AlgorithmSettings.model_validate({"loss": "gspo", "correction": {"mode": "truncate"}})
+def _gspo_gradient(a: dict[str, np.ndarray], **values: Any) -> np.ndarray:
+    logprobs = torch.from_numpy(a["logprobs"]).requires_grad_()
+    s = AlgorithmSettings.model_validate({"loss": "gspo", "eps_clip": 0.5, **values})
+    packed_loss(inputs(a, logprobs), s, n_samples=3, n_tokens=9)[0].backward()
+    assert logprobs.grad is not None
+    return logprobs.grad.numpy()
+
+
+@pytest.mark.parametrize("normalize", ["sample", "token"])
+def test_gspo_with_one_advantage_per_sample_has_the_gradient_of_the_sequence_ratio(normalize: str) -> None:
+    """arXiv:2507.18071, equation 10: ``-s_i A_i`` times the mean of the gradients of log p."""
+    a = arrays(np.random.default_rng(5), 24, 3)
+    a["old"] = a["logprobs"] + 0.1 * (a["old"] - a["logprobs"])
+    a["advantages"] = np.array([1.0, -2.0, 0.5])[a["segments"]]
+    found = _gspo_gradient(a, normalise_loss=normalize)
+    for segment in range(3):
+        slots = np.flatnonzero((a["segments"] == segment) & a["mask"])
+        ratio = math.exp((a["logprobs"] - a["old"])[slots].mean())
+        share = 1 / 9 if normalize == "token" else 1 / 3 / len(slots)
+        np.testing.assert_allclose(found[slots], -ratio * a["advantages"][slots] * share)
+        assert len(slots) > 1
+
+
+def test_gspo_keeps_the_advantages_and_weights_of_single_tokens() -> None:
+    """With a critic, a KL penalty in the rewards, or a correction: the mean must not average them."""
+    a = arrays(np.random.default_rng(6), 4, 1)
+    a["mask"][:] = True
+    a["old"] = a["logprobs"] - np.array([1e-2, -1e-2, 2e-2, -2e-2])
+    a["advantages"] = np.array([1.0, -1.0, 2.0, -2.0])
+    np.testing.assert_allclose(_gspo_gradient(a, normalise_loss="token"), -a["advantages"] / 9)
+    a["rollout"] = a["old"] - np.array([0.0, 3.0, 0.0, 0.0])
+    masked = {"mode": "mask", "level": "token", "low": 0.5, "high": 5.0}
+    found = _gspo_gradient(a, normalise_loss="token", correction=masked)
+    np.testing.assert_allclose(found, -a["advantages"] / 9 * [1, 0, 1, 1], atol=1e-12)
 
 
 @pytest.mark.parametrize("penalty", ["use_kl_loss", "use_kl_reward"])
