@@ -10,6 +10,8 @@ from orhpc.config.base import Fraction, NonNegative, Positive, Section, one_of_o
 
 ADVANTAGES = ("group", "leave_one_out", "batch", "group_then_batch", "ppo")
 """Values of ``algorithm.advantage`` that are not functions."""
+COMPARING = ("group", "leave_one_out", "group_then_batch")
+"""Those that compare a rollout with the others of its prompt group only: equal rewards train nothing."""
 
 
 class CorrectionSettings(Section):

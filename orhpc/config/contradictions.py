@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orhpc.config.algorithm import COMPARING
 from orhpc.config.base import nearest
 from orhpc.config.faults import fault_problems
 from orhpc.config.megatron import MegatronSettings
@@ -25,6 +26,7 @@ def contradictions(c: Config) -> list[str]:
             f"and {c.train.global_batch_size} x {c.train.steps_per_rollout} = {trained}"
         )
     problems += _source_problems(c)
+    problems += _group_problems(c)
     if 0 < c.train.steps <= (warmup := c.algorithm.critic.warmup_steps):
         problems.append(f"algorithm.critic.warmup_steps: {warmup} leave no step to train the policy")
     if c.train.routing_replay and not (c.rollout.record_routes or c.train.replay_rollouts):
@@ -52,6 +54,25 @@ def contradictions(c: Config) -> list[str]:
     problems += precision_problems(c)
     problems += fault_problems(c)
     return problems
+
+
+def _group_problems(c: Config) -> list[str]:
+    """List settings with which no prompt group of an environment could train anything."""
+    if not c.train.steps or c.train.replay_rollouts is not None:
+        return []
+    alone = [n for n, e in c.environments.items() if e.trains and e.apply_to(c.rollout).n_samples == 1]
+    if not alone:
+        return []
+    own = c.environments[alone[0]].n_samples is not None
+    setting = f"environments.{alone[0]}.n_samples" if own else "rollout.n_samples"
+    if c.algorithm.advantage in COMPARING:
+        return [
+            f"{setting}: 1 leaves a rollout no others of its group, with which algorithm.advantage: "
+            f"{c.algorithm.advantage} compares it, so nothing would be trained; batch and ppo need no groups"
+        ]
+    if c.rollout.filter == "equal_rewards":
+        return [f"{setting}: 1 makes all rewards of a group equal, so rollout.filter would drop every group"]
+    return []
 
 
 def _recompute_problems(train: TrainSettings) -> list[str]:

@@ -94,6 +94,7 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
     assert (config.train.lr, config.run.name) == (2e-6, "other")
 
 
+ONE_EACH = ["rollout.n_samples=1", "rollout.batch_size=512"]
 OWN = "engine.sync_own_experts=true"
 EP = ("engine.tp=2", "engine.ep=2")
 SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trainer_devices=1")
@@ -129,6 +130,15 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         ),
         (ENVIRONMENT + "a: 1\na: 2", [], "'a' appears twice"),
         (ENVIRONMENT, ["rollout.batch_size=3"], "golden rule"),
+        (ENVIRONMENT, ONE_EACH, "rollout.n_samples: 1 leaves a rollout no others of its group"),
+        (ENVIRONMENT, [*ONE_EACH, "algorithm.advantage=leave_one_out"], "algorithm.advantage: leave_one_out"),
+        (ENVIRONMENT, [*ONE_EACH, "algorithm.advantage=group_then_batch"], "batch and ppo need no groups"),
+        (ENVIRONMENT, ["environments.org/env.n_samples=1"], "environments.org/env.n_samples: 1 leaves"),
+        (
+            ENVIRONMENT,
+            [*ONE_EACH, "algorithm.advantage=ppo", "rollout.filter=equal_rewards"],
+            "rollout.n_samples: 1 makes all rewards of a group equal, so rollout.filter would drop every",
+        ),
         (ENVIRONMENT, ["rollout.top_p=0.9"], "top_p=0.9 is refused for training rollouts"),
         (ENVIRONMENT, ["rollout.top_k=50"], "top_k=50 is refused"),
         (ENVIRONMENT, ["rollout.min_p=0.1"], "min_p=0.1 is refused"),
@@ -194,6 +204,22 @@ def test_invalid_configs_give_a_one_line_error_that_names_the_field(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, text, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*ONE_EACH, "algorithm.advantage=batch"],
+        [*ONE_EACH, "algorithm.advantage=ppo"],
+        [*ONE_EACH, "algorithm.advantage=mine:function"],
+        [*ONE_EACH, "train.steps=0", "evaluation.splits={org/env: [test]}"],
+        [*ONE_EACH, "train.replay_rollouts=runs/other/rollouts"],
+    ],
+)
+def test_one_rollout_for_each_prompt_is_enough_without_a_comparison(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    assert load_config(write(tmp_path, ENVIRONMENT), overrides).rollout.n_samples == 1
 
 
 @pytest.mark.parametrize("override", ["splits=[]", "weight=0"])
