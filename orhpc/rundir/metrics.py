@@ -40,7 +40,8 @@ METRICS: dict[str, Metric] = {
     "success_rate": Metric("reward", "fraction of rollouts with a reward above 0"),
     "equal_reward_groups": Metric(
         "reward",
-        "fraction of prompt groups whose rewards are all equal, which train nothing",
+        "fraction of prompt groups whose rewards are all equal; where algorithm.advantage compares within "
+        "groups, they train nothing",
         "",
         "",
         "frac_reward_zero_std",

@@ -36,7 +36,7 @@ LEARNING = Section(
         Panel("Mean reward", ("reward_mean",), by_environment=True),
         Panel("Success rate (reward above 0)", ("success_rate",)),
         Panel("Standard deviation of rewards", ("reward_std",)),
-        Panel("Groups with equal rewards (they train nothing)", ("equal_reward_groups",)),
+        Panel("Groups with equal rewards", ("equal_reward_groups",)),
         Panel("Entropy", ("entropy",), "nats per token"),
         Panel("Gradient norm", ("grad_norm",), log=True),
         Panel("Clipped tokens", ("clip_fraction",), "fraction"),

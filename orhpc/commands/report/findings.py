@@ -16,6 +16,7 @@ from orhpc.commands.goodput import OVERHEAD, Account
 from orhpc.commands.report.overview import Attempt
 from orhpc.commands.report.series import Series, window
 from orhpc.commands.run_state import duration
+from orhpc.config.algorithm import COMPARING
 
 Event = Mapping[str, Any]
 _FEW_STEPS = 10
@@ -43,6 +44,8 @@ class Evidence:
     attempts: Sequence[Attempt]
     spent: Account | None
     """Where the time went; None if no step is done."""
+    advantage: str = "group"
+    """The run's ``algorithm.advantage``."""
 
     def first(self, metric: str) -> float | None:
         """Mean of the first fifth of the steps; None without the metric or with few steps."""
@@ -167,7 +170,7 @@ def _gradient(e: Evidence) -> Iterator[Finding]:
 
 def _equal_rewards(e: Evidence) -> Iterator[Finding]:
     share = e.last("equal_reward_groups")
-    if share is not None and share > 0.5 and e.last("value_loss") is None:  # a critic needs no groups
+    if share is not None and share > 0.5 and e.advantage in COMPARING:
         yield Finding(
             "Most groups train nothing",
             f"in {share:.0%} of the groups all rewards are equal, so all advantages are 0",

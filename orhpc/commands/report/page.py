@@ -121,6 +121,7 @@ def run_data(run: RunDir) -> dict[str, Any]:
     steps = [event for _, event in sorted(steps_of(events).items())]
     series = Series.of(steps)
     attempts, spent = attempts_of(run, events), account_of(run, events)
+    advantage = settings_of(run).get("algorithm.advantage", "group")
     histograms, samples = distributions(run)
     marks = [mark_of(e) for e in events if e["event"] in MARKS]
     curves = {name: curve(series.steps, values) for name, values in series.metrics.items()}
@@ -129,7 +130,7 @@ def run_data(run: RunDir) -> dict[str, Any]:
         "facts": facts(run, events, steps, spent),
         "findings": [
             {"title": f.title, "seen": f.seen, "advice": f.advice, "metric": f.metric}
-            for f in findings(Evidence(series, events, attempts, spent))
+            for f in findings(Evidence(series, events, attempts, spent, advantage))
         ],
         "metrics": {name: points for name, points in curves.items() if points[0]},
         "times": curve(series.steps, series.times),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,19 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
     }  # fmt: skip
     assert findings(evidence(tmp_path, **healthy)) == []
     critic = {"equal_reward_groups": [0.9] * 40, "value_loss": [0.1] * 40, "explained_variance": [0.5] * 40}
-    assert findings(evidence(tmp_path / "critic", **critic)) == []
+    assert findings(replace(evidence(tmp_path / "critic", **critic), advantage="ppo")) == []
     assert findings(Evidence(Series.of([]), [], [], None)) == []
+
+
+@pytest.mark.parametrize("advantage", ["group", "group_then_batch", "batch", "ppo", "mine:function"])
+def test_equal_rewards_train_nothing_only_where_groups_are_compared(tmp_path: Path, advantage: str) -> None:
+    """REINFORCE++ and PPO train on groups of one rollout, whose rewards are always equal."""
+    run = RunDir(tmp_path)
+    steps = evidence(tmp_path, equal_reward_groups=[1.0] * 40).events
+    run.config.write_text(f"algorithm: {{advantage: '{advantage}'}}\n")
+    run.events.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    found = [finding["title"] for finding in run_data(run)["findings"]]
+    assert found == ["Most groups train nothing"] * ("group" in advantage)
 
 
 def test_findings_advise_settings_that_exist() -> None:
