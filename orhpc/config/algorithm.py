@@ -54,8 +54,8 @@ class OverlongSettings(Section):
     buffer_tokens: NonNegative = 0
     """Width of the interval in which the penalty grows, in sampled tokens. 0: no penalty."""
     max_tokens: Positive | None = None
-    """Number of sampled tokens from which on the whole penalty applies. Null:
-    ``rollout.max_response_tokens``, the limit of one turn."""
+    """Number of sampled tokens from which on the whole penalty applies. Null: ``max_response_tokens`` of the
+    rollout's environment, the limit of one turn."""
     penalty: Annotated[float, Field(gt=0)] = 1.0
     """Largest amount that is subtracted from a reward."""
 
@@ -167,6 +167,15 @@ class AlgorithmSettings(Section):
     def _only_ppo_has_a_critic(self) -> Self:
         if not self.has_critic and self.critic != CriticSettings():
             raise ValueError(f"critic: has settings, but advantage is {self.advantage}, not ppo")
+        return self
+
+    @model_validator(mode="after")
+    def _functions_see_plain_rewards(self) -> Self:
+        if self.overlong.buffer_tokens and self.advantage not in ADVANTAGES:
+            raise ValueError(
+                f"overlong: has settings, but advantage is the function {self.advantage}, which gets the "
+                "rewards without a penalty; subtract it there"
+            )
         return self
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ def contradictions(c: Config) -> list[str]:
         )
     problems += _source_problems(c)
     problems += _group_problems(c)
+    problems += _overlong_problems(c)
     if 0 < c.train.steps <= (warmup := c.algorithm.critic.warmup_steps):
         problems.append(f"algorithm.critic.warmup_steps: {warmup} leave no step to train the policy")
     if c.train.routing_replay and not (c.rollout.record_routes or c.train.replay_rollouts):
@@ -73,6 +74,24 @@ def _group_problems(c: Config) -> list[str]:
     if c.rollout.filter == "equal_rewards":
         return [f"{setting}: 1 makes all rewards of a group equal, so rollout.filter would drop every group"]
     return []
+
+
+def _overlong_problems(c: Config) -> list[str]:
+    """List limits of tokens that are within the penalty's interval from the first token on."""
+    buffer, most = c.algorithm.overlong.buffer_tokens, c.algorithm.overlong.max_tokens
+    limits = {"algorithm.overlong.max_tokens": most}
+    if most is None:
+        limits = {
+            f"max_response_tokens of environment {name!r}": e.apply_to(c.rollout).max_response_tokens
+            for name, e in c.environments.items()
+            if e.trains
+        }
+    return [
+        f"algorithm.overlong.buffer_tokens: {buffer} is above the {limit} of {name}, so that rollouts of any "
+        "length would be penalized"
+        for name, limit in limits.items()
+        if limit is not None and buffer > limit
+    ]
 
 
 def _recompute_problems(train: TrainSettings) -> list[str]:

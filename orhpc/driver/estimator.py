@@ -34,7 +34,12 @@ class Estimator:
         UserCodeError: importing its module raises.
         """
         self._settings = config.algorithm
-        self._limit = config.algorithm.overlong.max_tokens or config.rollout.max_response_tokens
+        limit = config.algorithm.overlong.max_tokens
+        self._limit = limit or config.rollout.max_response_tokens
+        self._limits = {
+            name: limit or environment.apply_to(config.rollout).max_response_tokens
+            for name, environment in config.environments.items()
+        }
         name = config.algorithm.advantage
         self._function: Callable[[list[PromptGroup]], Any] | None = None
         if name not in ADVANTAGES:
@@ -67,7 +72,7 @@ class Estimator:
         overlong = self._settings.overlong
         return overlong_penalty(
             rollout.response_tokens,
-            max_tokens=self._limit,
+            max_tokens=self._limits.get(rollout.task.environment, self._limit),
             buffer_tokens=overlong.buffer_tokens,
             penalty=overlong.penalty,
         )

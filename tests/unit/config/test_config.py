@@ -139,6 +139,21 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
             [*ONE_EACH, "algorithm.advantage=ppo", "rollout.filter=equal_rewards"],
             "rollout.n_samples: 1 makes all rewards of a group equal, so rollout.filter would drop every",
         ),
+        (
+            ENVIRONMENT,
+            ["algorithm.overlong.buffer_tokens=9", "algorithm.advantage=mine:function"],
+            "algorithm: overlong: has settings, but advantage is the function mine:function",
+        ),
+        (
+            ENVIRONMENT,
+            ["algorithm.overlong.buffer_tokens=9", "algorithm.overlong.max_tokens=8"],
+            "algorithm.overlong.buffer_tokens: 9 is above the 8 of algorithm.overlong.max_tokens",
+        ),
+        (
+            ENVIRONMENT,
+            ["algorithm.overlong.buffer_tokens=9", "environments.org/env.max_response_tokens=8"],
+            "buffer_tokens: 9 is above the 8 of max_response_tokens of environment 'org/env'",
+        ),
         (ENVIRONMENT, ["rollout.top_p=0.9"], "top_p=0.9 is refused for training rollouts"),
         (ENVIRONMENT, ["rollout.top_k=50"], "top_k=50 is refused"),
         (ENVIRONMENT, ["rollout.min_p=0.1"], "min_p=0.1 is refused"),

@@ -77,6 +77,17 @@ def test_the_overlong_penalty_lowers_rewards_before_they_are_compared() -> None:
     assert Estimator(_config()).metrics(_groups()) == {}
 
 
+def test_the_overlong_penalty_begins_before_the_limit_of_the_rollouts_environment() -> None:
+    raw = load_config("configs/tiny.yaml").model_dump(mode="json")
+    raw["algorithm"]["overlong"] = {"buffer_tokens": 2}
+    raw["rollout"]["max_response_tokens"] = 4
+    raw["environments"] = {"a": {"serve": "letters", "max_response_tokens": 8}, "b": {"serve": "letters"}}
+    estimator = Estimator(Config.model_validate(raw))
+    rollout = replace(_groups()[0].rollouts[0], response_tokens=4)
+    assert [estimator.penalty(replace(rollout, task=Task(name, "train", 0))) for name in "ab"] == [0, 1]
+    assert estimator.penalty(replace(rollout, response_tokens=7)) == 0.5
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncated_rollouts_count_for_their_group_and_are_not_trained_on(masked: bool) -> None:
     groups = _groups({"0.1": RolloutEnd.LENGTH})
