@@ -51,7 +51,8 @@ class Estimator:
         With ``ppo`` it is the rollout's reward: trainers compute the advantages of its tokens.
 
         Raises:
-            UserCodeError: the user's function raises, or does not return one finite number per rollout.
+            UserCodeError: the user's function raises, or does not return one finite number per rollout.  It
+                is not called for a step without groups.
         """
         if self._function is not None:
             return self._by_function(self._function, groups)
@@ -88,6 +89,8 @@ class Estimator:
         self, function: Callable[[list[PromptGroup]], Any], groups: Sequence[PromptGroup]
     ) -> list[Float64Array]:
         what = f"{_SETTING}: {self._settings.advantage}"
+        if not groups:  # all of the step's were filtered or failed
+            return []
         try:
             returned = [np.asarray(one, np.float64) for one in function(list(groups))]
         except Exception as error:

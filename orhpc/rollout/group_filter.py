@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from orhpc.config.rollout import GROUP_FILTERS
 from orhpc.errors import UserCodeError
 from orhpc.process.user_code import user_error
@@ -32,8 +34,8 @@ def load_filter(setting: str) -> GroupFilter | None:
             found = function(group)
         except Exception as error:
             raise user_error(what, error) from error
-        if not isinstance(found, bool):
+        if not isinstance(found, bool | np.bool_):  # comparisons of numpy's numbers give the latter
             raise UserCodeError(f"{what} returned {repr(found)[:40]}, which is neither True nor False")
-        return found
+        return bool(found)
 
     return keep

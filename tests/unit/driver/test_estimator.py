@@ -158,6 +158,12 @@ def test_a_function_of_the_user_computes_advantages() -> None:
 
 
 @pytest.mark.usefixtures("mine")
+def test_a_function_of_the_user_is_not_called_for_a_step_without_groups() -> None:
+    """Filters can leave a step without any; a mean over no groups raises."""
+    assert Estimator(_config(advantage="my_advantages:raising")).advantages([]) == []
+
+
+@pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize(
     ("function", "message"),
     [

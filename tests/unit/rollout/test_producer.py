@@ -129,6 +129,21 @@ def test_a_filter_that_raises_ends_the_step_with_the_users_error(
             collect_step(producer)
 
 
+def test_a_filter_may_return_a_truth_value_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy_filter.py").write_text(
+        "import numpy\ndef uneven(group):\n    return numpy.std(group.rewards) > 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def outcome(request: GroupRequest) -> Made:
+        return ([1.0, 1.0] if request.id % 2 else [0.0, 1.0]), RolloutEnd.TERMINAL, 0
+
+    keep = load_filter("numpy_filter:uneven")
+    step_groups = collect_step(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0, keep=keep))
+    assert [g.id for g in step_groups.groups] == [0, 2, 4, 6]
+    assert set(step_groups.reasons) == {"filtered"}
+
+
 def test_groups_for_which_the_filter_raises_fail_until_the_budget_is_used_up() -> None:
     reported: list[str] = []
 
