@@ -12,7 +12,7 @@ Some failures are handled where they occur, and reach the supervisor only if tha
 * a write that raises :class:`StorageRefused` is retried (:mod:`orhpc.rundir.storage`);
 * trainers of which one is :class:`OutOfMemory` within a step recover in their processes; if one dies all are
   restarted; the step is repeated (:mod:`orhpc.driver.trainer_recovery`);
-* a first :class:`NonFinite` skips the step on all ranks (:mod:`orhpc.driver.loop`);
+* a first :class:`NonFinite` ends the step on all ranks (:mod:`orhpc.driver.loop`);
 * a :class:`CheckpointError` costs one commit, not the run (:mod:`orhpc.driver.saver`).
 
 A driver that a signal ended cannot act on its own end: the launcher does, as the row of :class:`DriverKilled`
@@ -240,6 +240,9 @@ class OutOfMemory(OrhpcError):
 
 class NonFinite(OrhpcError):
     """The loss or a gradient is NaN or infinite on some rank."""
+
+    made: int = 0
+    """Optimizer steps of the policy that the training step had made before, with earlier mini-batches."""
 
 
 class CheckpointError(OrhpcError):

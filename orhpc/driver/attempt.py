@@ -37,7 +37,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
         await tune(run)
         return
     phases = Phases()
-    run.unreported, run.last_step_skipped = None, False
+    run.unreported, run.last_step_non_finite = None, False
     runtime, start = await _bring_up(run, token_limit, phases)
     try:
         with phases.timed("sync"):

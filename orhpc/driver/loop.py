@@ -141,7 +141,7 @@ async def train_on(
     Samples that ``limit`` excludes are left out.
 
     Raises:
-        NonFinite: the previous step was skipped too.
+        NonFinite: in this step and in the previous one.
     """
     config = run.config
     if runtime.workers:
@@ -219,10 +219,10 @@ def oldest_trained(config: Config, version: int) -> int:
 
 
 async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> dict[str, float]:
-    """Make the step's optimizer updates; all ranks skip a step whose gradient is not finite.
+    """Make the step's optimizer updates; all ranks leave out the rest of a step whose gradient is not finite.
 
     Raises:
-        NonFinite: the previous step was skipped too.
+        NonFinite: the same happened in the previous step.
     """
     if not plan.minibatches:
         log.warning("step %d has nothing to train on", state.step + 1)
@@ -237,8 +237,11 @@ async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> d
         note_stacks(run, error)
         raise
     except NonFinite as error:
-        if run.last_step_skipped:
+        if run.last_step_non_finite:
             raise
+        if error.made:  # with the mini-batches before
+            log.error("step %d ends after %d optimizer steps: %s", state.step + 1, error.made, error)
+            return {"non_finite": 1.0, "optimiser_steps": float(error.made)}
         log.error("step %d is skipped: %s", state.step + 1, error)
         return {"skipped": 1.0, "non_finite": 1.0}
 

@@ -48,8 +48,8 @@ class Run:
         """Token budget of a micro-batch since the newest start; lowered after running out of memory."""
         self.last_step = -1
         """Newest step that was reported; -1 before the first."""
-        self.last_step_skipped = False
-        """Whether that step made no update."""
+        self.last_step_non_finite = False
+        """Whether a loss or gradient that is not finite ended that step."""
         self.unreported: CompletedStep | None = None
         """The trainers' last step, if it is not reported yet."""
         self.storage = StorageRetry(self.config.run.storage_wait_s, self._refused, self.stop_requested)
@@ -105,7 +105,8 @@ class Run:
             return
         step, self.unreported = self.unreported, None
         report(self, step)
-        self.last_step, self.last_step_skipped = step.state.step, bool(step.metrics.get("skipped"))
+        self.last_step = step.state.step
+        self.last_step_non_finite = bool(step.metrics.get("non_finite"))
 
     def notice(self, line: str) -> None:
         """Report a problem that does not end the run but needs a person's attention."""

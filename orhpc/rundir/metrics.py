@@ -181,8 +181,8 @@ METRICS: dict[str, Metric] = {
     "packed_tokens": Metric("train", "tokens of all packed sequences, prompts included", "tokens"),
     "padding": Metric("train", "fraction of the packed slots that hold no token"),
     "optimiser_steps": Metric("train", "optimizer steps of the policy"),
-    "skipped": Metric("train", "1 if the step changed no weights"),
-    "non_finite": Metric("train", "1 if this was because of a NaN or infinite loss or gradient"),
+    "skipped": Metric("train", "1 if there was nothing to train on, or the first update was not finite"),
+    "non_finite": Metric("train", "1 if a NaN or infinite loss or gradient ended the step"),
     # --- engine against trainer
     "rollout_kl": Metric(
         "mismatch",

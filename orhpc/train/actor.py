@@ -179,7 +179,7 @@ class TrainerRank(RankState):
         ``traces``: folder for profiles of the profiled ranks; empty: no profiling.  ``short_of_memory``:
         use expandable segments (:mod:`orhpc.process.cuda_allocator`).
 
-        Raises NonFinite, OutOfMemory, StopRequested, InfraError, DataError.
+        Raises NonFinite, after which the step ends; OutOfMemory, StopRequested, InfraError, DataError.
         """
         self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
@@ -199,7 +199,11 @@ class TrainerRank(RankState):
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
                 between = StopBetween(self._stop) if index == 0 else NeverStop()
-                passes.update(minibatch, prepared[index], between)
+                try:
+                    passes.update(minibatch, prepared[index], between)
+                except NonFinite as error:
+                    error.made = index if moves else 0
+                    raise
             self._trained = tokens.rollouts()
             return report.reduced()
 

@@ -21,7 +21,7 @@ from orhpc.driver.fleet.pace_watch import PaceWatch
 from orhpc.driver.loop import train
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep, report
-from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
+from orhpc.errors import NonFinite, OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
 from orhpc.rollout.producer import Position, StepGroups
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events
@@ -88,7 +88,7 @@ class Run:
         self.ledger = PromptLedger(self.ledger_path, 1)
         self.tracker: Any = self
         self.unreported: CompletedStep | None = None
-        self.last_step_skipped = False
+        self.last_step_non_finite = False
         self.copies = Copies(None, self.notice)
         self.faults = FaultInjector(self.config.faults, RunDir(folder), 1, (), self.events)
 
@@ -218,3 +218,27 @@ def test_an_evaluation_that_a_stop_has_cut_off_is_made_at_the_next_start(
     parts: Any = Parts("nothing", 0, StopRequested(""))
     asyncio.run(train(run, parts, saver))
     assert made == expected
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [(0, {"skipped": 1.0, "non_finite": 1.0}), (2, {"non_finite": 1.0, "optimiser_steps": 2.0})],
+)
+def test_a_step_that_has_moved_the_weights_does_not_count_as_skipped(
+    tmp_path: Path, made: int, expected: dict[str, float]
+) -> None:
+    """Its prompt groups would count as not trained on."""
+    run: Any = Run(tmp_path)
+    run.rundir = RunDir(tmp_path)
+    error = NonFinite("loss nan")
+    error.made = made
+
+    async def step(*_: Any) -> dict[str, float]:
+        raise error
+
+    trainers: Any = SimpleNamespace(trainers=SimpleNamespace(step=step))
+    plan: Any = SimpleNamespace(minibatches=("first", "second", "third"))
+    assert asyncio.run(loop.update(run, trainers, plan, State(max_tokens=1024))) == expected
+    run.last_step_non_finite = True
+    with pytest.raises(NonFinite):
+        asyncio.run(loop.update(run, trainers, plan, State(max_tokens=1024)))

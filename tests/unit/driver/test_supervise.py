@@ -12,9 +12,11 @@ import pytest
 
 from orhpc.driver import __main__ as driver
 from orhpc.driver.__main__ import supervise
+from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import choose_start
 from orhpc.driver.run import Run
 from orhpc.driver.state import State
+from orhpc.driver.step_report import CompletedStep
 from orhpc.errors import (
     EXIT_CONFIG,
     EXIT_OK,
@@ -26,6 +28,7 @@ from orhpc.errors import (
     OutOfMemory,
     StopRequested,
 )
+from orhpc.rollout.producer import StepGroups
 from orhpc.rundir import RunDir, commits
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import read_events
@@ -104,6 +107,16 @@ def test_non_finite_steps_are_rolled_back_once_without_a_new_step(run: Run, atte
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
     assert reports(run) == [("restart", "NonFinite"), ("failed", "NonFinite")]
     assert lowered == [None, None]  # a smaller micro-batch would not help
+
+
+def test_a_step_without_anything_to_train_on_is_no_first_failure(run: Run) -> None:
+    """Only two steps in a row that are not finite go back to a commit, not one after an empty step."""
+    for metrics, expected in (({"skipped": 1.0}, False), ({"skipped": 1.0, "non_finite": 1.0}, True)):
+        phases = Phases()
+        phases.seconds["update"] = 1.0
+        run.unreported = CompletedStep(State(1), StepGroups([]), metrics, phases)
+        run.report_step()
+        assert run.last_step_non_finite is expected
 
 
 def test_non_finite_steps_far_apart_are_each_rolled_back(run: Run, attempts: Any) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from orhpc.errors import InfraError, OrhpcError, OutOfMemory, WeightSyncFailed
+from orhpc.errors import InfraError, NonFinite, OrhpcError, OutOfMemory, WeightSyncFailed
+from orhpc.train.actor import TrainerRank
+from orhpc.train.batch import plan_batches
 from orhpc.train.pace import pace_seconds
 from orhpc.train.process_groups import typed_failures
 from orhpc.train.weights.sender import failing_as
+from tests.trainer_kit import MAX_TOKENS, make_samples
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {code} (run with "
@@ -116,3 +122,23 @@ def test_an_error_of_the_program_stays_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught, typed_failures("wake"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert not isinstance(caught.value, OrhpcError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_step_that_is_not_finite_says_how_many_updates_it_had_made(
+    make: Callable[..., TrainerRank], broken: int
+) -> None:
+    rank = make(minibatches=2)
+    before = [shard.tensor.clone() for shard in rank.backend.shards()]
+    samples = [
+        replace(s, advantage=float("nan")) if i == 4 * broken else s for i, s in enumerate(make_samples(8))
+    ]
+    batches = plan_batches(samples, ranks=1, n_minibatches=2, max_tokens=MAX_TOKENS).minibatches
+    with pytest.raises(NonFinite) as caught:
+        rank.step(batches, step=0)
+    after = [shard.tensor for shard in rank.backend.shards()]
+    assert all(map(torch.equal, before, after)) is (broken == 0)
+    assert (
+        pickle.loads(pickle.dumps(caught.value)).made == broken == rank.backend.progress()["optimiser_steps"]
+    )
