@@ -93,8 +93,8 @@ class AlgorithmSettings(Section):
     advantage: str = "group"
     """What a rollout's reward is compared with. ``group``: the mean of its prompt group (GRPO,
     arXiv:2402.03300). ``leave_one_out``: the mean of the other rollouts of its group (RLOO,
-    arXiv:2402.14740). ``batch``: the mean of the step (REINFORCE++, arXiv:2501.03262).
-    ``group_then_batch``: the mean of its group; then advantages are normalized over the step (REINFORCE++
+    arXiv:2402.14740). ``batch``: the mean over the step's trained tokens (REINFORCE++, arXiv:2501.03262).
+    ``group_then_batch``: the mean of its group; then advantages are normalized over these tokens (REINFORCE++
     with baseline). ``ppo``: what a critic expects at each token, which then has its own advantage (PPO,
     arXiv:1707.06347; see ``critic``). ``package.module:function``: a function of a list of
     ``orhpc.types.PromptGroup`` that returns, for each, one number per trainable rollout."""

@@ -20,9 +20,34 @@ from orhpc.train.loss.advantages import (
     leave_one_out_advantages,
     overlong_penalty,
 )
-from orhpc.types import PromptGroup, RolloutSummary
+from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary
 
 _SETTING = "algorithm.advantage"
+
+
+def oldest_trained(config: Config, version: int) -> int:
+    """Return the oldest policy version whose tokens an update from ``version`` is trained on.
+
+    A replay that sets no ``rollout.max_staleness`` trains on all recorded tokens, however old they were.
+    """
+    rollout = config.rollout
+    replays = config.train.replay_rollouts is not None and rollout.max_age == 0
+    return 0 if replays or rollout.stale_tokens != "mask" else version - rollout.max_age
+
+
+def trained_tokens(config: Config, rollout: RolloutSummary, oldest: int) -> int | None:
+    """Return how many tokens of a rollout are trained on; None: it is left out.
+
+    Args:
+        config: of the run.
+        rollout: a trainable one.
+        oldest: see :func:`oldest_trained`.
+    """
+    tokens = rollout.tokens_since(oldest)
+    all_stale = tokens == 0 < rollout.response_tokens
+    if all_stale or (config.algorithm.mask_truncated and rollout.end is RolloutEnd.LENGTH):
+        return None
+    return tokens
 
 
 class Estimator:
@@ -33,7 +58,7 @@ class Estimator:
         ConfigError: ``algorithm.advantage`` names a function that does not exist.
         UserCodeError: importing its module raises.
         """
-        self._settings = config.algorithm
+        self._config, self._settings = config, config.algorithm
         limit = config.algorithm.overlong.max_tokens
         self._limit = limit or config.rollout.max_response_tokens
         self._limits = {
@@ -45,8 +70,10 @@ class Estimator:
         if name not in ADVANTAGES:
             self._function = load_function(name, _SETTING)
 
-    def advantages(self, groups: Sequence[PromptGroup]) -> list[Float64Array]:
+    def advantages(self, groups: Sequence[PromptGroup], version: int = 0) -> list[Float64Array]:
         """Return the advantage of each trainable rollout of each group.
+
+        ``version``: policy version that the update starts from.
 
         With ``ppo`` it is the rollout's reward: trainers compute the advantages of its tokens.
 
@@ -64,7 +91,8 @@ class Estimator:
             return grouped_advantages(rewards, normalize=normalize)
         if kind == "leave_one_out":
             return leave_one_out_advantages(rewards, normalize=normalize)
-        tokens = [[r.response_tokens for r in g.trainable] for g in groups]
+        oldest = oldest_trained(self._config, version)
+        tokens = [[trained_tokens(self._config, r, oldest) or 0 for r in g.trainable] for g in groups]
         baseline = kind == "group_then_batch"
         return batch_advantages(rewards, tokens, group_baseline=baseline, normalize=normalize)
 

@@ -15,6 +15,7 @@ from functools import partial
 
 from orhpc.config import Config
 from orhpc.driver import evaluation
+from orhpc.driver.estimator import oldest_trained, trained_tokens
 from orhpc.driver.fleet import hang
 from orhpc.driver.memory_tries import SampleLimit, dropped_notice
 from orhpc.driver.metrics import Phases
@@ -29,7 +30,7 @@ from orhpc.errors import NonFinite, TrainerHangs
 from orhpc.rollout.producer import StepGroups
 from orhpc.rundir.events import is_evaluated, read_events
 from orhpc.train.batch import plan_batches
-from orhpc.types import BatchPlan, Float64Array, PromptGroup, RolloutEnd, Sample
+from orhpc.types import BatchPlan, Float64Array, PromptGroup, Sample
 
 log = logging.getLogger("orhpc.driver")
 
@@ -54,7 +55,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
             async with run.faults.during_rollouts(runtime, state.step + 1):
                 step_groups, sharing = await runtime.collect(state.step, run.stop_requested)
         # Advantages
-        advantages = runtime.estimator.advantages(step_groups.groups)
+        advantages = runtime.estimator.advantages(step_groups.groups, state.step)
         # Update
         await run.faults.before_update(runtime, state.step + 1)
         limit = SampleLimit()
@@ -184,9 +185,7 @@ def plan_step(
     )  # after running out of memory, a fixed number of samples is lowered like the budget
     for group, group_advantages in zip(groups, advantages, strict=True):
         for r, a in zip(group.trainable, group_advantages, strict=True):
-            tokens = r.tokens_since(oldest)
-            all_stale = tokens == 0 < r.response_tokens
-            if all_stale or (config.algorithm.mask_truncated and r.end is RolloutEnd.LENGTH):
+            if (tokens := trained_tokens(config, r, oldest)) is None:
                 continue
             first = oldest if tokens < r.response_tokens else None
             samples.append(Sample(r.id, r.length, tokens, float(a), r.location, first))
@@ -206,16 +205,6 @@ def _within(samples: Sequence[Sample], limit: SampleLimit) -> list[Sample]:
     limit.dropped = len(samples) - len(kept)
     limit.longest = max((s.length for s in kept), default=0)
     return kept
-
-
-def oldest_trained(config: Config, version: int) -> int:
-    """Return the oldest policy version whose tokens an update from ``version`` is trained on.
-
-    A replay that sets no ``rollout.max_staleness`` trains on all recorded tokens, however old they were.
-    """
-    rollout = config.rollout
-    replays = config.train.replay_rollouts is not None and rollout.max_age == 0
-    return 0 if replays or rollout.stale_tokens != "mask" else version - rollout.max_age
 
 
 async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> dict[str, float]:

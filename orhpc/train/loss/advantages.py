@@ -73,14 +73,14 @@ def batch_advantages(
 ) -> list[Float64Array]:
     """Compute REINFORCE++'s advantages of each group, ``[N]``, without its KL penalty.
 
-    ``A_i = (b_i - mean(b)) / (std(b) + 1e-6)`` over all sampled tokens of the step, where every token has its
+    ``A_i = (b_i - mean(b)) / (std(b) + 1e-6)`` over all trained tokens of the step, where every token has its
     rollout's value ``b_i`` (Hu et al. 2025, arXiv:2501.03262, section 3.3).  ``b_i`` is the reward or, with
     ``group_baseline``, the reward minus the mean of its group ("REINFORCE++-baseline", same source).
     ``normalize=False`` omits the division.
 
     Args:
         groups: rewards of each prompt group.
-        tokens: numbers of sampled tokens, in the same order.
+        tokens: numbers of trained tokens, in the same order.
         group_baseline: subtract the group's mean first.
         normalize: divide by the standard deviation.
     """

@@ -100,6 +100,27 @@ def test_truncated_rollouts_count_for_their_group_and_are_not_trained_on(masked:
     assert sum(m.n_samples for m in plan.minibatches) == len(samples)
 
 
+@pytest.mark.parametrize("advantage", ["batch", "group_then_batch"])
+def test_the_batch_s_advantages_are_normalized_over_the_tokens_that_are_trained_on(advantage: str) -> None:
+    """Neither are rollouts that were cut off, usually the longest, nor tokens of too old policies."""
+    groups = [
+        replace(g, rollouts=tuple(replace(r, min_version=5) for r in g.rollouts))
+        for g in _groups({"0.1": RolloutEnd.LENGTH, "1.3": RolloutEnd.LENGTH})
+    ]
+    old = replace(groups[1].rollouts[0], version_tokens=((2, 4), (5, 1)), min_version=2)
+    groups[1] = replace(groups[1], rollouts=(old, *groups[1].rollouts[1:]))
+    config = _config(mask_truncated=True, advantage=advantage)
+    rollout = config.rollout.model_copy(update={"max_staleness": 1})
+    config = config.model_copy(update={"rollout": rollout})
+    advantages = Estimator(config).advantages(groups, 5)
+    plan = plan_step(groups, advantages, config, 1, 1024, 5)
+    samples = [s for m in plan.minibatches for r in m.ranks for b in r for s in b.samples]
+    assert {s.rollout_id: s.response_tokens for s in samples if s.rollout_id in ("1.0", "0.1")} == {"1.0": 1}
+    every_token = np.repeat([s.advantage for s in samples], [s.response_tokens for s in samples])
+    assert every_token.mean() == pytest.approx(0, abs=1e-9)
+    assert every_token.std() == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("rollout", "replays", "trained"),
     [
