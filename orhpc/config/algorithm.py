@@ -19,8 +19,8 @@ class CorrectionSettings(Section):
 
     ``rho`` is the ratio of the trainer's probability (at the start of the step) to the engine's.  Formulas
     and sources are in :func:`orhpc.train.loss.grpo.correction_weights`.  IcePop is ``mode: mask,
-    level: token, low: 0.5, high: 5``; masked importance sampling (MIS) is ``mode: mask`` with
-    ``level: sequence`` or ``geometric``.
+    level: token, low: 0.5, high: 5``; masked importance sampling (MIS) is ``mode: mask, level: sequence,
+    low: 0``.
     """
 
     mode: Literal["none", "truncate", "clip", "mask"] = "none"
@@ -115,7 +115,8 @@ class AlgorithmSettings(Section):
     eps_clip_high: Annotated[float, Field(gt=0)] | None = None
     """The policy ratio is clipped from above at 1 + ``eps_clip_high``. Null: the value of ``eps_clip``."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound c of dual-clip PPO for negative advantages (arXiv:1912.09729). Null: off."""
+    """Bound c of dual-clip PPO for negative advantages (arXiv:1912.09729), not with ``loss: cispo``. Null:
+    off."""
     normalise_loss: Literal["sample", "token", "constant"] = "sample"
     """How token losses are averaged. ``sample``: mean over each sample's tokens, then over samples (GRPO,
     arXiv:2402.03300). ``token``: mean over all tokens of the mini-batch (DAPO, arXiv:2503.14476).
@@ -135,7 +136,8 @@ class AlgorithmSettings(Section):
     """Weight of the KL penalty."""
     kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
     """Estimator of the KL divergence with ``use_kl_loss`` (Schulman 2020, "Approximating KL Divergence").
-    ``k3_clamped``: bounded to 10 per token."""
+    ``k2`` has the gradient of the divergence, ``k3`` nearly so close to the reference. ``k1`` has a gradient
+    of 0 in expectation: it is no penalty. ``k3_clamped``: bounded to 10 per token."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. 0: off."""
     use_tis: bool = False
@@ -175,6 +177,14 @@ class AlgorithmSettings(Section):
             raise ValueError(
                 f"overlong: has settings, but advantage is the function {self.advantage}, which gets the "
                 "rewards without a penalty; subtract it there"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dual_clip_of_a_clipped_loss(self) -> Self:
+        if self.dual_clip is not None and self.loss == "cispo":
+            raise ValueError(
+                "dual_clip: bounds the clipped losses grpo and gspo; loss: cispo has no such bound"
             )
         return self
 

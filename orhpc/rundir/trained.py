@@ -26,7 +26,8 @@ class TrainedRollout:
     """One rollout as the update used it."""
 
     advantage: float
-    """Of each of its sampled tokens; their mean if :attr:`advantages_T` is there."""
+    """Of each of its trained tokens, without the KL penalty of ``algorithm.use_kl_reward``; if
+    :attr:`advantages_T` is there, its mean, with the penalty."""
     logprobs_T: Float32Array
     """The trainer's log-probability of each token under the weights at the start of the step; 0 where the
     loss mask is False.  Aligned with ``Rollout.tokens_T``."""

@@ -114,8 +114,8 @@ def correction_weights(
         framework secretly brings you off-policy RL training").
     clip: ``clamp(rho, low, high)``.
     mask: ``rho`` where ``low <= rho <= high``, else 0: IcePop at token level (Ling team 2025, "Every step
-        evolves", arXiv:2510.18855, section 3.2); masked importance sampling, MIS, at the other levels
-        (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+        evolves", arXiv:2510.18855, section 3.2); masked importance sampling, MIS, at sequence level
+        with ``low`` 0 (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
         training-inference mismatch").
 
     With ``veto``, all tokens of a sample get weight 0 if any token's ratio is below it (same source).
@@ -309,8 +309,8 @@ def kl_lowered_advantages(
     """Subtract from each token's advantage the penalties of its sample from this token on.
 
     The return of a reward ``-penalty`` at each sampled token, without discount: the KL term of InstructGPT
-    (arXiv:2203.02155, equation 2) as REINFORCE++ (arXiv:2501.03262) computes it.  Samples are in the order of
-    their slots.
+    (arXiv:2203.02155, equation 2) as REINFORCE++ (arXiv:2501.03262) computes it, which however normalizes
+    after it.  Samples are in the order of their slots.
     """
     own_P = torch.where(mask_P, penalty_P, torch.zeros_like(penalty_P)).double()
     of_sample_S = torch.zeros(n_segments, dtype=torch.float64, device=own_P.device)

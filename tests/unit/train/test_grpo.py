@@ -127,6 +127,8 @@ def inputs(a: dict[str, np.ndarray], logprobs: torch.Tensor | None = None, *, ol
 def allowed(**values: Any) -> AlgorithmSettings:
     """Generate settings, with conflicting ones made consistent."""
     length = values.pop("length")
+    if values["loss"] == "cispo":
+        values["dual_clip"] = None
     if values["normalise_loss"] == "constant":
         values["normalise_length"] = length
     if (penalty := values.pop("penalty")) is not None:
@@ -315,6 +317,7 @@ def test_a_constant_normalizer_weighs_tokens_of_long_and_short_samples_alike() -
     [
         ({"normalise_loss": "constant"}, "normalise_length need each other"),
         ({"normalise_length": 10}, "normalise_length need each other"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "loss: cispo has no such bound"),
     ],
 )
 def test_settings_that_would_not_do_what_they_say_are_refused(values: dict[str, Any], said: str) -> None:

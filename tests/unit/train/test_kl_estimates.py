@@ -58,3 +58,26 @@ def test_k2_and_k3_are_never_negative(logprobs: np.ndarray, seed: int) -> None:
     reference = torch.from_numpy(np.random.default_rng(seed).normal(-3, 4, 6))
     for kind in ("k2", "k3", "k3_clamped"):
         assert bool((grpo.kl_estimate(torch.from_numpy(logprobs), reference, kind) >= 0).all())
+
+
+def test_the_gradients_of_kl_estimates_are_in_expectation_what_the_guide_says() -> None:
+    """On-policy: k2 has that of the divergence, k1 one of 0, and k3 that of k2 near the reference."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(30, dtype=torch.float64, generator=generator).requires_grad_()
+    change = torch.randn(30, dtype=torch.float64, generator=generator)
+
+    def gradient(kind: Any, distance: float) -> torch.Tensor:
+        logprobs = logits.log_softmax(0)
+        reference = (logits.detach() + distance * change).log_softmax(0)
+        expected = logprobs.exp() * (logprobs - reference)
+        if kind is not None:
+            expected = logprobs.exp().detach() * grpo.kl_estimate(logprobs, reference, kind)
+        return torch.autograd.grad(expected.sum(), logits)[0]
+
+    for distance in (1.0, 1e-3):
+        true = gradient(None, distance)
+        assert float(true.norm()) > 1e-5
+        torch.testing.assert_close(gradient("k2", distance), true)
+        torch.testing.assert_close(gradient("k1", distance), torch.zeros(30, dtype=torch.float64))
+        off = float((gradient("k3", distance) - true).norm() / true.norm())
+        assert (off > 0.2) if distance == 1 else (off < 0.01)
