@@ -22,6 +22,7 @@ from orhpc.rollout.agent import (
     never,
     run_rollout,
 )
+from orhpc.rollout.agent_result import checked_rollout
 from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.functions import load_function
 from orhpc.rollout.images import ImageReader
@@ -60,7 +61,7 @@ class Agent:
     ) -> Rollout:
         """Generate one rollout of a group, or continue one that a stop has aborted (``begun``).
 
-        Raises the same errors as :func:`run_rollout`.
+        Raises the same errors as :func:`run_rollout`, and UserCodeError for what a user's function returns.
         """
         settings = self.config.environments[request.task.environment]
         context = AgentContext(
@@ -86,14 +87,16 @@ class Agent:
             attempt=next(self._attempts),
             begun=begun,
         )
+        what = f"rollout.custom_agent: {self.config.rollout.custom_agent}"
         try:
-            return await self.function(context, which)
+            found = await self.function(context, which)
         except OrhpcError:
             raise
         except (Exception, SystemExit) as error:
             if self.config.rollout.custom_agent is None:
                 raise
-            raise user_error(f"rollout.custom_agent: {self.config.rollout.custom_agent}", error) from error
+            raise user_error(what, error) from error
+        return found if self.function is run_rollout else checked_rollout(found, which, what)
 
     @property
     def group_reward(self) -> SlimeReward | None:

@@ -17,7 +17,8 @@ from orhpc.launch.local import run_local
 from orhpc.models import chat_formats
 from orhpc.rollout.chat import CHAT_FORMATS, chat_format
 from orhpc.rollout.loaded_agent import load_agent
-from orhpc.types import GroupRequest, Sampling, Task
+from orhpc.rollout.transcript import RolloutBuilder
+from orhpc.types import GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, tokenizer
 
 GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
@@ -37,9 +38,12 @@ def config_of(folder: Path, **rollout: Any) -> Config:
     return Config.model_validate(raw)
 
 
-async def own_agent(context: Any, request: Any) -> Any:
+async def own_agent(context: Any, request: Any) -> Rollout:
     """An agent that builds prompts with the tokenizer alone."""
-    return context.tokenizer.encode("Hello", add_special_tokens=False)
+    builder = RolloutBuilder()
+    builder.add_context(context.tokenizer.encode("Hello", add_special_tokens=False))
+    end = RolloutEnd.ANSWERED
+    return builder.rollout(request, end, reward=0.0, error=None, seconds=0.0, limit=99)
 
 
 async def careless_agent(context: Any, request: Any) -> Any:
@@ -109,7 +113,7 @@ def test_a_custom_agent_needs_no_chat_format(tmp_path: Path) -> None:
     rest: dict[str, Any] = {"environment": None, "generate": None}
     agent = load_agent(config_of(folder, custom_agent=AGENT), str(folder))
     found: Any = asyncio.run(agent.run(request, 0, **rest))  # type: ignore[arg-type]
-    assert found == tokenizer(GEMMA).encode("Hello", add_special_tokens=False)
+    assert found.tokens_T.tolist() == tokenizer(GEMMA).encode("Hello", add_special_tokens=False)
     careless = config_of(folder, custom_agent=f"{__name__}:careless_agent")
     with pytest.raises(ModelError, match=r"uses context\.chat\.prompt_ids, but model\.chat_format: none"):
         asyncio.run(load_agent(careless, str(folder)).run(request, 0, **rest))  # type: ignore[arg-type]

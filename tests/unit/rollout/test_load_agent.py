@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from orhpc.config import Config
+from orhpc.config import Config, EnvironmentSettings
 from orhpc.errors import ConfigError, ModelError, UserCodeError
 from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.loaded_agent import load_agent
 from orhpc.rollout.transcript import RolloutRequest
-from orhpc.types import GroupRequest, Rollout, Sampling, Task
+from orhpc.types import GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from tests.scripted import CHATML, Policy, Room, tokenizer
 
 
@@ -46,6 +49,40 @@ async def own_agent(context: Any, request: Any) -> Rollout:
     return rollout
 
 
+WRONG: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "nothing": (None, "returned None, which is not an orhpc.types.Rollout"),
+    "of another": ({"id": "9.7"}, "a rollout of 9.7"),
+    "a short mask": ({"loss_mask_T": np.zeros(3, np.bool_)}, "whose loss_mask_T has the shape (3,)"),
+    "a mask of numbers": ({"loss_mask_T": np.zeros(3, np.int32)}, "whose loss_mask_T is no array"),
+    "a list": ({"logprobs_T": [0.0]}, "whose logprobs_T is no array of such numbers: [0.0]"),
+    "NaN": ({"reward": float("nan")}, "ended as answered with the reward nan, which is not a finite number"),
+    "a text": ({"end": "answered"}, "whose end is 'answered', which is not an orhpc.types.RolloutEnd"),
+    "no reward": ({"reward": None}, "ended as answered with the reward None"),
+    "a failure with a reward": ({"end": RolloutEnd.FAILED}, "ended as failed and has a reward"),
+}
+
+
+async def wrong_agent(context: Any, request: Any) -> Any:
+    """An agent function that returns what the environment's ``nudge`` names in :data:`WRONG`."""
+    changes, _ = WRONG[context.settings.nudge]
+    rollout = await run_rollout(replace(context, settings=EnvironmentSettings()), request)
+    return None if changes is None else replace(rollout, **changes)
+
+
+async def unlikely_agent(context: Any, request: Any) -> Rollout:
+    """An agent function whose rollout has a token with an infinite log-probability."""
+    rollout = await run_rollout(context, request)
+    rollout.logprobs_T[-1] = -np.inf
+    return rollout
+
+
+async def promptless_agent(context: Any, request: Any) -> Rollout:
+    """An agent function that takes the prompt for sampled."""
+    rollout = await run_rollout(context, request)
+    rollout.loss_mask_T[:] = True
+    return rollout
+
+
 def group(seed: int = 5) -> GroupRequest:
     return GroupRequest(9, Task("room", "train", 0), 2, Sampling(max_new_tokens=50), seed)
 
@@ -64,6 +101,29 @@ def test_each_sample_of_a_group_has_its_own_seed_in_every_attempt(model_dir: str
     assert policy.samplings[0].seed == policy.samplings[2].seed != policy.samplings[1].seed
     assert len(set(policy.rids)) == 3
     assert first.reward == 0.5
+
+
+def _answer(model_dir: str, function: str, **room: Any) -> Rollout:
+    config = config_of(custom_agent=f"{__name__}:{function}")
+    rooms = {"room": config.environments["room"].model_copy(update=room)}
+    agent = load_agent(config.model_copy(update={"environments": rooms}), model_dir)
+    policy: Any = Policy(agent.chat, ["One."])
+    environment: Any = Room(answers={"add": []})
+    return asyncio.run(agent.run(group(), 0, environment=environment, generate=policy))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_an_agent_function_must_not_return_is_the_users_error(model_dir: str, wrong: str) -> None:
+    with pytest.raises(UserCodeError, match=rf"rollout\.custom_agent: .*{re.escape(WRONG[wrong][1])}"):
+        _answer(model_dir, "wrong_agent", nudge=wrong)
+
+
+def test_tokens_that_an_agent_function_did_not_sample_are_the_users_error(model_dir: str) -> None:
+    with pytest.raises(UserCodeError, match="a log-probability that is not finite, of a sampled token"):
+        _answer(model_dir, "unlikely_agent")
+    with pytest.raises(UserCodeError, match="first token is sampled, without a prompt"):
+        _answer(model_dir, "promptless_agent")
+    assert _answer(model_dir, "own_agent").error == "made by own_agent"
 
 
 def test_the_limits_of_an_environment_override_those_of_the_run(model_dir: str) -> None:
