@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from orhpc.errors import ConfigError, UserCodeError
@@ -96,7 +97,7 @@ def _function(name: str) -> Verifier:
                 reward = await asyncio.to_thread(call, answer, label, row)
             if inspect.isawaitable(reward):  # of a decorated function, or of an object with ``__call__``
                 reward = await reward
-            if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
+            if not isinstance(reward, (bool, Real)) or not math.isfinite(reward):
                 raise TypeError(f"it returned {reward!r}, not a finite number")
         except UserCodeError:
             raise

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import numpy as np
 
 from orhpc.errors import UserCodeError
 from orhpc.rollout.environment.answers import MAX_REWARD
+from orhpc.rollout.environment.rewards import NUMBERS
 from orhpc.rollout.transcript import RolloutRequest
 from orhpc.types import Rollout, RolloutEnd
 
@@ -30,6 +29,7 @@ def checked_rollout(found: object, request: RolloutRequest, what: str) -> Rollou
         raise UserCodeError(f"{what} returned {repr(found)[:40]}, which is not an orhpc.types.Rollout")
     if (problem := _problem(found, request)) is not None:
         raise UserCodeError(f"{what} returned a rollout {problem}")
+    found.reward = None if found.reward is None else float(found.reward)
     return found
 
 
@@ -52,7 +52,7 @@ def _problem(rollout: Rollout, request: RolloutRequest) -> str | None:
     if not rollout.end.trainable:
         return None if rollout.reward is None else f"that ended as {rollout.end} and has a reward"
     reward = rollout.reward
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not abs(reward) <= MAX_REWARD:
+    if isinstance(reward, bool) or not isinstance(reward, NUMBERS) or not abs(reward) <= MAX_REWARD:
         return (
             f"that ended as {rollout.end} with the reward {repr(reward)[:40]}, which is not a finite number "
             f"of at most {MAX_REWARD:g} in magnitude"

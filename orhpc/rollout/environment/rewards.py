@@ -7,12 +7,16 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from orhpc.config import EnvironmentSettings
 from orhpc.errors import BadAnswer, OrhpcError, UserCodeError
 from orhpc.process.user_code import user_error
 from orhpc.rollout.environment.answers import MAX_REWARD
 from orhpc.types import Rollout, RolloutEnd
 
+NUMBERS = (int, float, np.integer, np.floating)
+"""What a user's function may return as a reward, except bool: numpy's are not all Python's."""
 _REDUCTIONS = {
     "sum": math.fsum,
     "mean": lambda rewards: math.fsum(rewards) / len(rewards),
@@ -52,7 +56,7 @@ def clamp(reward: float, settings: EnvironmentSettings) -> float:
 
 def check_custom_reward(value: object, name: str, settings: EnvironmentSettings) -> float:
     """Validate and clamp the return value of ``rollout.custom_reward``; raises UserCodeError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+    if isinstance(value, bool) or not isinstance(value, NUMBERS) or not abs(value) <= MAX_REWARD:
         raise UserCodeError(
             f"rollout.custom_reward: {name} returned {repr(value)[:40]}, which is not a finite number of at "
             f"most {MAX_REWARD:g} in magnitude"

@@ -144,11 +144,14 @@ def test_a_regular_expression_that_takes_for_ever_is_wrong_and_keeps_no_other_se
     assert asyncio.run(verifier_of("regex", None)("17 cats", r"^\d+ cats$", {})).reward == 1.0
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_function_of_the_user_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    name = f"judging_{kind.replace(' ', '_')}"
+@pytest.mark.parametrize(("kind", "number"), [("def", "float"), ("async def", "float"), ("def", "float32")])
+def test_a_function_of_the_user_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: str
+) -> None:
+    name = f"judging_{kind.replace(' ', '_')}_{number}"
     (tmp_path / f"{name}.py").write_text(
-        f"{kind} judge(answer, label, row):\n    return 0.5 * (row['prompt'] in answer) + (label is None)\n"
+        f"from numpy import float32\n{kind} judge(answer, label, row):\n"
+        f"    return {number}(0.5 * (row['prompt'] in answer) + (label is None))\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     environment = served(tmp_path, verifier=f"{name}:judge", label=None)

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +79,15 @@ def test_custom_rewards_replace_the_environments_and_are_clamped() -> None:
     bad = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
     with pytest.raises(UserCodeError, match=r"custom_reward: .* returned nan"):
         run(bad, Policy(CHAT, ["x"]), reward=lambda rollout: float("nan"))
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.int64(1), 1])
+def test_a_custom_reward_may_be_a_number_of_numpy(value: Any) -> None:
+    """A mean of float32 scores and a sum of matches are no Python numbers."""
+    room = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
+    reward = run(room, Policy(CHAT, ["x"]), reward=lambda rollout: value).reward
+    assert type(reward) is float
+    assert reward == value
 
 
 @pytest.mark.parametrize("error", [TimeoutError("the judge"), KeyError("x"), AssertionError(), SystemExit(3)])
