@@ -95,7 +95,7 @@ async def bring_up(
         ),
     )
     if shared:
-        with phases.timed("switch"):
+        with phases.timed("sync"):  # which follows
             await engines.release()
             await trainers.wake()
     await workers.connect(engines.urls, key, engines.router_url)
