@@ -279,7 +279,11 @@ class EngineProcess(ServerProcess):
     def start_waiting(self) -> None:
         """:meth:`start` a server that loads its model only after :meth:`let_load`."""
         self._gate = close_gate()
-        self.start({GATE: str(self._gate)})
+        try:
+            self.start({GATE: str(self._gate)})
+        except BaseException:
+            self.let_load()
+            raise
 
     def let_load(self) -> None:
         """Let the server load its model: the memory that it needs is free."""
