@@ -298,6 +298,9 @@ def _dataset(source: Path, settings: DataSettings, setting: str) -> dict[str, It
         if source.is_file() and kind is not None:
             return dict(datasets.load_dataset(kind, data_files=str(source)))  # type: ignore[arg-type]
         folder = source if source.is_dir() else _fetched(str(source), settings.revision, setting)
+        if (folder / "state.json").is_file():  # of Dataset.save_to_disk, which load_dataset refuses
+            saved: Any = datasets.load_from_disk(str(folder))
+            return {str(saved.split or "train"): saved}
         builder = datasets.load_dataset_builder(str(folder), settings.subset)
         if (files := _plain_files(builder)) is not None:
             return {name: _rows_of(paths, f"{setting}.path") for name, paths in files.items()}

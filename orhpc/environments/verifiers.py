@@ -97,6 +97,8 @@ def _function(name: str) -> Verifier:
                 reward = await asyncio.to_thread(call, answer, label, row)
             if inspect.isawaitable(reward):  # of a decorated function, or of an object with ``__call__``
                 reward = await reward
+            if getattr(reward, "ndim", None) == 0:  # a number of numpy or torch
+                reward = reward.item()
             if not isinstance(reward, (bool, Real)) or not math.isfinite(reward):
                 raise TypeError(f"it returned {reward!r}, not a finite number")
         except UserCodeError:

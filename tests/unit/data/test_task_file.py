@@ -81,6 +81,22 @@ def test_other_formats_have_the_same_rows(tmp_path: Path, suffix: str) -> None:
     assert [str(task["label"]) for task in tasks(tmp_path / "out")] == ["1", "2"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
+def test_saved_datasets_have_the_same_rows(tmp_path: Path, splits: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": row["prompt"], "label": row["label"]} for row in ROWS]
+    saved = datasets.Dataset.from_list(rows)
+    if splits == 2:
+        saved = datasets.DatasetDict({"train": saved, "test": saved})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    counts = write_tasks(
+        DataSettings(path=str(tmp_path / "saved"), verifier="exact"), tmp_path / "out", "data"
+    )
+    assert len(counts) == splits
+    assert [str(task["label"]) for task in tasks(tmp_path / "out")] == ["1", "2"]
+
+
 def test_splits_of_a_folder_and_of_a_mapping(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for split, rows in (("train", ROWS[:2]), ("test", ROWS[1:])):

@@ -144,18 +144,30 @@ def test_a_regular_expression_that_takes_for_ever_is_wrong_and_keeps_no_other_se
     assert asyncio.run(verifier_of("regex", None)("17 cats", r"^\d+ cats$", {})).reward == 1.0
 
 
-@pytest.mark.parametrize(("kind", "number"), [("def", "float"), ("async def", "float"), ("def", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("def", "float"), ("async def", "float"), ("def", "float32"), ("def", "tensor")]
+)
 def test_a_function_of_the_user_judges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: str
 ) -> None:
     name = f"judging_{kind.replace(' ', '_')}_{number}"
     (tmp_path / f"{name}.py").write_text(
-        f"from numpy import float32\n{kind} judge(answer, label, row):\n"
+        f"from numpy import float32\nfrom torch import tensor\n{kind} judge(answer, label, row):\n"
         f"    return {number}(0.5 * (row['prompt'] in answer) + (label is None))\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     environment = served(tmp_path, verifier=f"{name}:judge", label=None)
     assert reward(environment, ROWS[3]["prompt"]) == 1.5
+
+
+def test_a_function_may_return_a_comparison_of_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "def judge(answer, label, row):\n    return numpy.float32(1.0) == len(answer)\n"
+    (tmp_path / "judging_arrays.py").write_text(f"import numpy\n{body}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    environment = served(tmp_path, verifier="judging_arrays:judge")
+    assert [reward(environment, answer) for answer in ("x", "xx")] == [1.0, 0.0]
 
 
 def test_a_function_that_returns_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
