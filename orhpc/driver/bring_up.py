@@ -79,25 +79,14 @@ async def bring_up(
     if not placement.engines:
         start, trainers = await gather_two(chosen, starting_trainers)
         return _replaying(run, trainers, gpus, estimator, start)
-    # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
-    # both models do not fit together: the engines load theirs when the trainers sleep.
-    shared = bool(config.placement.shared_devices)
-    trainers_sleep = asyncio.Event() if shared else None
-    starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key, trainers_sleep)
     starting_workers = Workers.start(_worker_setup(run, model_dir), ids)
-    start, (engines, (trainers, workers)) = await gather_two(
+    start, ((trainers, engines), workers) = await gather_two(
         chosen,
         gather_two(
-            timed(phases, "engines", starting_engines),
-            gather_two(
-                _asleep(starting_trainers, trainers_sleep), timed(phases, "workers", starting_workers)
-            ),
+            _with_engines(run, ids, model_dir, key, starting_trainers, phases),
+            timed(phases, "workers", starting_workers),
         ),
     )
-    if shared:
-        with phases.timed("sync"):  # which follows
-            await engines.release()
-            await trainers.wake()
     await workers.connect(engines.urls, key, engines.router_url)
     producer = await _producer(run, start, workers, group_filter)
     return Runtime(
@@ -146,13 +135,37 @@ async def _start_trainers(
     return trainers
 
 
-async def _asleep(starting: Awaitable[Trainers], sleep: asyncio.Event | None) -> Trainers:
-    """Let the trainers sleep once they have started, then set the event; they stay awake without one."""
-    trainers = await starting
-    if sleep is not None:
-        await trainers.sleep()
-        sleep.set()
-    return trainers
+async def _with_engines(
+    run: Run,
+    ids: Sequence[str],
+    model_dir: str,
+    key: str,
+    starting_trainers: Awaitable[Trainers],
+    phases: Phases,
+) -> tuple[Trainers, Engines]:
+    """Start the engines while the trainers start.
+
+    Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
+    both models do not fit together: the engines load theirs when the trainers sleep.  Afterwards the trainers
+    are awake, and these engines have released their memory.
+    """
+    shared = bool(run.config.placement.shared_devices)
+    trainers_sleep = asyncio.Event() if shared else None
+
+    async def trainers_then_sleep() -> Trainers:
+        trainers = await starting_trainers
+        if trainers_sleep is not None:
+            await trainers.sleep()
+            trainers_sleep.set()
+        return trainers
+
+    engines = Engines.start(run.config, run.placement, ids, model_dir, run.folder, key, trainers_sleep)
+    found = await gather_two(trainers_then_sleep(), timed(phases, "engines", engines))
+    if shared:
+        with phases.timed("sync"):  # which follows
+            await found[1].release()
+            await found[0].wake()
+    return found
 
 
 def trainer_config(config: Config, model_dir: str) -> Config:

@@ -99,7 +99,7 @@ def _function(name: str) -> Verifier:
                 reward = await reward
             if getattr(reward, "ndim", None) == 0:  # a number of numpy or torch
                 reward = reward.item()
-            if not isinstance(reward, (bool, Real)) or not math.isfinite(reward):
+            if not isinstance(reward, Real) or not math.isfinite(reward):
                 raise TypeError(f"it returned {reward!r}, not a finite number")
         except UserCodeError:
             raise

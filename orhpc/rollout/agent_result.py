@@ -6,7 +6,7 @@ import numpy as np
 
 from orhpc.errors import UserCodeError
 from orhpc.rollout.environment.answers import MAX_REWARD
-from orhpc.rollout.environment.rewards import NUMBERS
+from orhpc.rollout.environment.rewards import is_reward
 from orhpc.rollout.transcript import RolloutRequest
 from orhpc.types import Rollout, RolloutEnd
 
@@ -51,10 +51,9 @@ def _problem(rollout: Rollout, request: RolloutRequest) -> str | None:
         return f"whose end is {repr(rollout.end)[:40]}, which is not an orhpc.types.RolloutEnd"
     if not rollout.end.trainable:
         return None if rollout.reward is None else f"that ended as {rollout.end} and has a reward"
-    reward = rollout.reward
-    if isinstance(reward, bool) or not isinstance(reward, NUMBERS) or not abs(reward) <= MAX_REWARD:
+    if not is_reward(rollout.reward):
         return (
-            f"that ended as {rollout.end} with the reward {repr(reward)[:40]}, which is not a finite number "
-            f"of at most {MAX_REWARD:g} in magnitude"
+            f"that ended as {rollout.end} with the reward {repr(rollout.reward)[:40]}, which is not a finite "
+            f"number of at most {MAX_REWARD:g} in magnitude"
         )
     return None

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from orhpc.process.user_code import user_error
 from orhpc.rollout.environment.answers import MAX_REWARD
 from orhpc.types import Rollout, RolloutEnd
 
-NUMBERS = (int, float, np.integer, np.floating)
-"""What a user's function may return as a reward, except bool: numpy's are not all Python's."""
+_NUMBERS = (int, float, np.integer, np.floating)
 _REDUCTIONS = {
     "sum": math.fsum,
     "mean": lambda rewards: math.fsum(rewards) / len(rewards),
@@ -54,9 +54,14 @@ def clamp(reward: float, settings: EnvironmentSettings) -> float:
     return reward
 
 
+def is_reward(value: object) -> TypeGuard[float]:
+    """Whether what a user's function gave as a reward is a finite number within the limit, not a bool."""
+    return not isinstance(value, bool) and isinstance(value, _NUMBERS) and bool(abs(value) <= MAX_REWARD)
+
+
 def check_custom_reward(value: object, name: str, settings: EnvironmentSettings) -> float:
     """Validate and clamp the return value of ``rollout.custom_reward``; raises UserCodeError."""
-    if isinstance(value, bool) or not isinstance(value, NUMBERS) or not abs(value) <= MAX_REWARD:
+    if not is_reward(value):
         raise UserCodeError(
             f"rollout.custom_reward: {name} returned {repr(value)[:40]}, which is not a finite number of at "
             f"most {MAX_REWARD:g} in magnitude"

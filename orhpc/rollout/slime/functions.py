@@ -17,10 +17,10 @@ from orhpc.errors import BadTask, EnvironmentRaised, OrhpcError, PromptTooLong, 
 from orhpc.process.user_code import user_error
 from orhpc.rollout.environment.answers import MAX_REWARD
 from orhpc.rollout.environment.rewards import (
-    NUMBERS,
     call_custom_reward,
     check_custom_reward,
     clamp,
+    is_reward,
     reduce_rewards,
 )
 from orhpc.rollout.functions import load_function
@@ -275,7 +275,7 @@ async def _end(
 
 
 def _number(reward: object, name: str, settings: Any) -> float:
-    if isinstance(reward, bool) or not isinstance(reward, NUMBERS) or not abs(reward) <= MAX_REWARD:
+    if not is_reward(reward):
         raise UserCodeError(
             f"{name}: sample.reward is {repr(reward)[:40]}, which is not a finite number of at most "
             f"{MAX_REWARD:g} in magnitude"
