@@ -68,6 +68,8 @@ class Engine:
     async def ready(self) -> None:
         async with aiohttp.ClientSession() as session:
             for _ in range(600):
+                if (code := self._process.poll()) is not None:
+                    raise RuntimeError(f"the engine ended with code {code}")
                 with contextlib.suppress(aiohttp.ClientError):
                     async with session.post(self.url + "/generate", data=b'{"rid":"x.0.0.0"}') as response:
                         await response.read()

@@ -118,6 +118,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if bias_V is not None:
                 summed = grad_logits.float().sum(0)
                 grad_bias = summed if grad_bias is None else grad_bias + summed
+            del grad_logits  # before the next chunk's logits exist
         # Without rows the gradients are zeros, not None: ranks reduce them together.
         if bias_V is not None:
             grad_bias = torch.zeros_like(bias_V) if grad_bias is None else grad_bias.to(bias_V.dtype)

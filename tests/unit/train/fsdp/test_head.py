@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,3 +118,32 @@ def test_no_tensor_of_tokens_times_vocabulary_exists(entropy_gradient: bool) -> 
         )
         (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
     assert largest.elements == chunk * vocabulary
+
+
+class LivingChunks(TorchDispatchMode):
+    """Records how many different memories of a chunk of logits exist at once, at most."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.most = 0
+        self._elements = elements
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self._elements:
+            self._tensors.append(weakref.ref(result))
+        living = [tensor for known in self._tensors if (tensor := known()) is not None]
+        self.most = max(self.most, len({tensor.untyped_storage().data_ptr() for tensor in living}))
+        return result
+
+
+def test_a_chunk_of_logits_is_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, vocabulary, chunk = 64, 500, 16
+    monkeypatch.setattr("orhpc.train.loss.head.CACHE_ELEMENTS", vocabulary)  # temporary tensors have one row
+    hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,))
+    with LivingChunks(chunk * vocabulary) as living:
+        logprobs, _ = token_logprobs(hidden, weight, None, targets, scaling=LogitScaling(), chunk=chunk)
+        logprobs.sum().backward()
+    assert living.most == 1
