@@ -97,14 +97,10 @@ def _overlong_problems(c: Config) -> list[str]:
 def _recompute_problems(train: TrainSettings) -> list[str]:
     """List what is wrong with the settings of FSDP's recomputation."""
     if train.backend == "megatron":
-        problems = []
-        if train.gradient_checkpointing == "auto":
-            problems.append("train.gradient_checkpointing: auto is of fsdp; use megatron.recompute: auto")
-        if train.recompute_layers is not None:
-            problems.append("train.recompute_layers is of fsdp; use megatron.recompute_layers")
-        return problems
-    if train.recompute_layers is not None and train.gradient_checkpointing is not True:
-        return ["train.recompute_layers: needs train.gradient_checkpointing: true"]
+        given = train.recompute_layers is not None
+        return ["train.recompute_layers is of fsdp; use megatron.recompute_layers"] if given else []
+    if train.recompute_layers is not None and train.gradient_checkpointing is False:
+        return ["train.recompute_layers: recomputes nothing with train.gradient_checkpointing: false"]
     return []
 
 

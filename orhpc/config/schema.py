@@ -134,13 +134,14 @@ class TrainSettings(Section):
     per micro-batch."""
     micro_batch_size: Positive = 1
     """Samples per micro-batch and rank if ``dynamic_batch`` is false."""
-    gradient_checkpointing: bool | Literal["auto"] = True
-    """Recompute activations in the backward pass: less memory, more compute. ``auto`` (FSDP): of as few
-    layers as the device's memory allows by the plan, with 5 % to spare; of all layers on CPUs and of models
-    that see images. Megatron has ``megatron.recompute``."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: less memory, more compute. ``auto``: with FSDP, of as few
+    layers as the device's memory allows by the plan, with 5 % to spare; of all layers on CPUs, of mixtures of
+    experts and of models that see images. With Megatron, ``megatron.recompute`` says what, unless this is
+    false."""
     recompute_layers: Positive | None = None
-    """With ``gradient_checkpointing: true`` and FSDP: how many decoder layers are recomputed, the first ones;
-    null: all."""
+    """How many decoder layers are recomputed with FSDP, the first ones. Null: all with
+    ``gradient_checkpointing: true``, and as many as needed with ``auto``."""
     compile: bool | None = None
     """Compile the decoder layers with ``torch.compile`` (FSDP only), which fuses norms, rotary positions and
     activation functions. The first start and update take about 25 s longer; later attempts reuse the compiled

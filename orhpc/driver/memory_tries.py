@@ -74,15 +74,14 @@ class MemoryTries:
 def dropped_notice(config: Config, step: int, limit: SampleLimit) -> str:
     """The notice about samples that were left out."""
     ways = ["lower rollout.max_total_tokens"]
-    if config.train.gradient_checkpointing is not True:
+    train, megatron = config.train, config.train.backend == "megatron"
+    if train.gradient_checkpointing is False or (train.gradient_checkpointing == "auto" and not megatron):
         ways.append("set train.gradient_checkpointing to true")
-    elif config.train.recompute_layers is not None:
+    if train.recompute_layers is not None:
         ways.append("leave train.recompute_layers out")
-    elif config.train.backend == "megatron" and config.megatron.recompute != "full":
+    if megatron and train.gradient_checkpointing and config.megatron.recompute != "full":
         ways.append("set megatron.recompute to full")
-    ways.append(
-        "raise megatron.cp" if config.train.backend == "megatron" else "use train.backend=megatron with cp"
-    )
+    ways.append("raise megatron.cp" if megatron else "use train.backend=megatron with cp")
     return (
         f"step {step}: {limit.dropped} rollouts of {limit.below} tokens and more were left out of the "
         f"update, because one of them alone exhausts the trainers' memory: {', '.join(ways)}"

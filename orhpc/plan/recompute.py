@@ -49,8 +49,8 @@ def fewest_layers(config: Config, shape: ModelShape, room: float) -> int | None:
 def automatic(config: Config) -> bool:
     """Whether a config leaves it to :func:`settled` what is recomputed."""
     if config.train.backend == "fsdp":
-        return config.train.gradient_checkpointing == "auto"
-    return config.train.gradient_checkpointing is True and config.megatron.recompute == "auto"
+        return config.train.gradient_checkpointing == "auto" and config.train.recompute_layers is None
+    return config.train.gradient_checkpointing is not False and config.megatron.recompute == "auto"
 
 
 def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
@@ -63,8 +63,10 @@ def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Conf
     if not automatic(config):
         return config
     room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
-    if config.train.backend == "fsdp" and shape.vision:
-        room = 0  # the plan does not count what the vision tower computes
+    if config.train.backend == "fsdp" and (shape.vision or shape.experts):
+        # The plan does not count what the vision tower computes, and what it counts for experts was not
+        # compared with what FSDP uses.
+        room = 0
     needed = totals(config, shape)
     mode = next((m for m, total in needed.items() if total <= room), list(needed)[-1])
     if device_bytes is None and mode != "full":

@@ -14,11 +14,11 @@ from orhpc.models import ModelShape, shape_of
 from orhpc.plan.activations import layer_activations, recomputed
 from orhpc.plan.layout import trainer_layout
 from orhpc.plan.memory import recompute_mode, reserved_bytes, trainer_demand, trainer_memory
-from orhpc.plan.recompute import MODULES, SPARE, settled, totals
+from orhpc.plan.recompute import MODULES, SPARE, automatic, settled, totals
 from tests.model_configs import REAL, SEEING
 
 
-def config_of(recompute: str, *, checkpointing: bool = True) -> Config:
+def config_of(recompute: str, *, checkpointing: bool | str = True) -> Config:
     train: dict[str, Any] = {"backend": "megatron", "gradient_checkpointing": checkpointing}
     return Config.model_validate(
         {
@@ -88,7 +88,7 @@ def test_what_a_user_has_chosen_stays(shape: ModelShape) -> None:
         assert settled(config, shape, 1 << 50) is config
 
 
-FSDP_NAMES = ("Llama-3.1-8B", "Qwen3-30B-A3B")
+FSDP_NAMES = ("Llama-3.1-8B", "Qwen3-8B")
 
 
 def with_automatic_fsdp(**train: Any) -> Config:
@@ -124,6 +124,19 @@ def test_fsdp_recomputes_as_few_layers_as_the_memory_allows(name: str, compiled:
         assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
 
 
+def test_a_given_number_of_layers_is_kept() -> None:
+    shape, config = shape_of(REAL[FSDP_NAMES[0]][0]), with_automatic_fsdp(recompute_layers=3)
+    assert settled(config, shape, 1 << 50) == config
+    assert (trainer_demand(config).recompute, trainer_demand(config).layers) == ("full", 3)
+
+
+def test_megatron_recomputes_what_its_own_setting_says_by_default() -> None:
+    for mode in ("full", "selective", "auto"):
+        asked, default = config_of(mode), config_of(mode, checkpointing="auto")
+        assert automatic(default) == automatic(asked) == (mode == "auto")
+        assert trainer_demand(default) == trainer_demand(asked)
+
+
 def test_layers_of_a_models_own_code_are_planned_as_not_compiled() -> None:
     """They keep more for the backward pass, so that fewer of them fit."""
     config, shape = with_automatic_fsdp(compile=True), shape_of(REAL["Llama-3.1-8B"][0])
@@ -133,25 +146,17 @@ def test_layers_of_a_models_own_code_are_planned_as_not_compiled() -> None:
     assert totals(own, shape)["none"] > totals(config, shape)["none"]
 
 
-def test_all_layers_of_a_model_that_sees_images_are_recomputed() -> None:
-    """The plan does not count what the vision tower computes."""
-    train = settled(with_automatic_fsdp(), shape_of(SEEING["qwen3-vl"]), 1 << 50).train
+@pytest.mark.parametrize("content", [SEEING["qwen3-vl"], REAL["Qwen3-30B-A3B"][0]], ids=["sees", "mixture"])
+def test_all_layers_of_models_without_a_measured_plan_are_recomputed(content: dict[str, Any]) -> None:
+    train = settled(with_automatic_fsdp(), shape_of(content), 1 << 50).train
     assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
 
 
 @pytest.mark.parametrize(
     ("train", "problem"),
     [
-        ({"backend": "megatron", "gradient_checkpointing": "auto"}, "use megatron.recompute: auto"),
         ({"backend": "megatron", "recompute_layers": 2}, "use megatron.recompute_layers"),
-        (
-            {"recompute_layers": 2, "gradient_checkpointing": False},
-            "needs train.gradient_checkpointing: true",
-        ),
-        (
-            {"recompute_layers": 2, "gradient_checkpointing": "auto"},
-            "needs train.gradient_checkpointing: true",
-        ),
+        ({"recompute_layers": 2, "gradient_checkpointing": False}, "recomputes nothing with"),
         ({"recompute_layers": 0}, "greater than"),
     ],
 )
