@@ -29,11 +29,11 @@ def hide_megatron() -> None:
 def wait_before_loading_models() -> None:
     """Let this process wait at its gate (:mod:`orhpc.process.start_gate`), if it is about to load a model."""
     if start_gate.VARIABLE in os.environ:
-        sys.meta_path.insert(0, _AfterImport(MODEL_RUNNER, start_gate.wait_at_gate))
+        sys.meta_path.insert(0, AfterImport(MODEL_RUNNER, start_gate.wait_at_gate))
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls a function when a module has been imported for the first time."""
+class AfterImport(MetaPathFinder):
+    """Calls a function when a module has been imported for the first time; for ``sys.meta_path``."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function

@@ -38,6 +38,7 @@ from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
 from orhpc.rollout.engines.sglang_imports import hide_megatron, wait_before_loading_models
+from orhpc.rollout.engines.sglang_pause import shorten_pauses
 from orhpc.rollout.engines.start_log import BEGIN
 
 _WATCH_S = 1.0
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     protect_server()
     hide_megatron()
+    shorten_pauses()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         own, arguments = split_arguments(arguments)
