@@ -6,8 +6,9 @@ One run of ``python -m orhpc.launch --local configs/gpu-smollm2.yaml`` with a ra
 shape, 32 prompts x 8 rollouts, and an agent that ends each rollout after a given number of tokens:
 lognormal, p99 / p50 = 8, the same for a rollout in every run.  The run goes through the variants, each for an
 equal share of the time after the first step: an SGLang start for each would take longer than its steps.
-DIR gets ``heavy_tails.csv`` with a row per step, and the logs; the table at the end leaves out the first
-SKIPPED steps of each variant, in which kernels compile and rollouts of earlier steps are missing.
+DIR gets ``heavy_tails.csv`` with a row per step, ``events.jsonl``, and the logs; the table at the end leaves
+out the first SKIPPED steps of each variant, in which kernels compile and rollouts of earlier steps are
+missing.
 """
 
 from __future__ import annotations
@@ -168,6 +169,8 @@ def _run(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
+    if rundir.events.exists():
+        (options.out / rundir.events.name).write_bytes(rundir.events.read_bytes())
     for each in rundir.path.glob("attempts/*/*.log"):
         (options.out / f"{each.name}.txt").write_text(each.read_text(errors="replace")[-4_000_000:])
     had = dict(json.loads(line) for line in plan.with_suffix(".steps").read_text().splitlines())

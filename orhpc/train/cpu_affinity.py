@@ -22,7 +22,8 @@ _SYSTEM = Path("/sys")
 def pin_to_local_cpus(device: torch.device) -> None:
     """Pin all threads of this process, and their children, to the CPUs of the GPU's NUMA node.
 
-    Does nothing on a CPU, where the system does not report those CPUs, or where the job has none of them.
+    torch then computes with no more threads than these CPUs: more would wait for each other.  Does nothing on
+    a CPU, where the system does not report those CPUs, or where the job has none of them.
     """
     if device.type != "cuda":
         return
@@ -35,6 +36,7 @@ def pin_to_local_cpus(device: torch.device) -> None:
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(int(task.name), near)
+        torch.set_num_threads(min(torch.get_num_threads(), len(near)))
 
 
 def local_cpus(address: str, system: Path = _SYSTEM) -> set[int]:

@@ -184,6 +184,9 @@ class RayNode:
             **ray_environment(self._token),
             "TMPDIR": str(self._scratch.temporary),
             **kept_caches(os.environ),
+            # Threads that wait for others sleep.  By default GNU's OpenMP keeps them busy, which slows a
+            # processor that they share with other processes by an order of magnitude.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
             state_folder.VARIABLE: str(self._state_folder or ""),
             run_processes.LAUNCHER: str(os.getpid()),
             # The GCS keeps its state on disk, because it is restarted if it ends (:mod:`ray_start`).

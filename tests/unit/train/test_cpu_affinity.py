@@ -42,7 +42,7 @@ def test_a_machine_that_does_not_say_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is always near")
 def test_all_threads_go_there_and_none_leaves_what_the_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.sched_getaffinity(0)
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     here = min(before)
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -52,14 +52,18 @@ def test_all_threads_go_there_and_none_leaves_what_the_job_has(monkeypatch: pyte
     other = threading.Thread(target=ended.wait)
     other.start()
     assert other.native_id is not None
+    torch.set_num_threads(2)
     try:
         pin_to_local_cpus(torch.device("cpu"))
         pin_to_local_cpus(torch.device("cuda"))  # the job has none of them
         assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == before
+        assert torch.get_num_threads() == 2
         near[GPU] = {here, max(before) + 1}
         pin_to_local_cpus(torch.device("cuda"))
         assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == {here}
+        assert torch.get_num_threads() == 1
     finally:
+        torch.set_num_threads(threads)
         for task in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(task.name), before)
         ended.set()
