@@ -5,6 +5,8 @@ trap wait EXIT # for a package manager that still runs when the lint has failed
 cd "$(dirname "$0")/.."
 bin=.venv/bin
 unset PYTHONDONTWRITEBYTECODE  # thousands of processes import the same modules
+# Two tests run at a time, and OpenMP's waiting threads would keep the cores busy that the other one needs.
+export OMP_WAIT_POLICY=passive
 
 lint() {
   $bin/ruff check .
