@@ -94,7 +94,8 @@ def _recompute_line(run: RunPlan) -> str:
         most = max(len(stage) for stage in stages(run.shape, run.layout.pp))
         of = "" if run.layout.sharded else " of a stage"
         some = f", the first {layers} of {most} layers{of}" if layers < most else ""
-    return f"recomputation: {run.demand.recompute}{some}; total of {needed}"
+    once = "; weights gathered once an update" if run.demand.gathers_once else ""
+    return f"recomputation: {run.demand.recompute}{some}; total of {needed}{once}"
 
 
 def _commit_lines(run: RunPlan) -> Iterator[str]:

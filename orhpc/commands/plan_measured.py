@@ -28,8 +28,8 @@ _ROLLOUT = (
 )  # fmt: skip
 _TRAIN = (
     "backend", "global_batch_size", "max_tokens_per_gpu", "micro_batch_size", "dynamic_batch",
-    "gradient_checkpointing", "recompute_layers", "compile", "routing_replay", "logprob_chunk_tokens",
-    "freeze_vision", "deterministic",
+    "gradient_checkpointing", "recompute_layers", "gather_once", "compile", "routing_replay",
+    "logprob_chunk_tokens", "freeze_vision", "deterministic",
 )  # fmt: skip
 
 

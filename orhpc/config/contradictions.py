@@ -51,7 +51,7 @@ def contradictions(c: Config) -> list[str]:
             problems.append("megatron.counts_from_routes: needs train.routing_replay: true")
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
-    problems += _recompute_problems(c.train)
+    problems += _fsdp_problems(c.train)
     problems += precision_problems(c)
     problems += fault_problems(c)
     return problems
@@ -94,11 +94,13 @@ def _overlong_problems(c: Config) -> list[str]:
     ]
 
 
-def _recompute_problems(train: TrainSettings) -> list[str]:
-    """List what is wrong with the settings of FSDP's recomputation."""
+def _fsdp_problems(train: TrainSettings) -> list[str]:
+    """List what is wrong with the settings of what FSDP recomputes and gathers."""
     if train.backend == "megatron":
-        given = train.recompute_layers is not None
-        return ["train.recompute_layers is of fsdp; use megatron.recompute_layers"] if given else []
+        problems = ["train.gather_once: is of fsdp"] if train.gather_once is True else []
+        if train.recompute_layers is not None:
+            problems.append("train.recompute_layers is of fsdp; use megatron.recompute_layers")
+        return problems
     if train.recompute_layers is not None and train.gradient_checkpointing is False:
         return ["train.recompute_layers: recomputes nothing with train.gradient_checkpointing: false"]
     return []

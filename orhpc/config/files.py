@@ -69,6 +69,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.max_tokens_per_gpu",
     "train.gradient_checkpointing",
     "train.recompute_layers",
+    "train.gather_once",
     "train.compile",
     "train.logprob_chunk_tokens",
     "train.replay_rollouts",

@@ -142,6 +142,12 @@ class TrainSettings(Section):
     recompute_layers: Positive | None = None
     """How many decoder layers are recomputed with FSDP, the first ones. Null: all with
     ``gradient_checkpointing: true``, and as many as needed with ``auto``."""
+    gather_once: bool | Literal["auto"] = "auto"
+    """Gather weights once an update with FSDP, and reduce gradients once, instead of for every micro-batch:
+    less communication and less work of the host, but each device holds all weights in ``model.dtype`` and all
+    gradients in float32 until the update ends. ``auto``: if the device's memory allows it by the plan, with
+    5 % to spare, once it is known what is recomputed; not on CPUs, for mixtures of experts and for models
+    that see images."""
     compile: bool | None = None
     """Compile the decoder layers with ``torch.compile`` (FSDP only), which fuses norms, rotary positions and
     activation functions. The first start and update take about 25 s longer; later attempts reuse the compiled
@@ -173,9 +179,9 @@ class TrainSettings(Section):
     profile_ranks: list[NonNegative] = Field(default_factory=lambda: [0])
     """Trainer ranks that write a trace."""
 
-    @field_validator("gradient_checkpointing", mode="wrap")
+    @field_validator("gradient_checkpointing", "gather_once", mode="wrap")
     @classmethod
-    def _known_recomputation(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    def _true_false_or_auto(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         """Name all values in one message: pydantic's has one for each type, under another setting's name."""
         try:
             return check(value)

@@ -29,7 +29,7 @@ from orhpc.launch.node.ray_start import use_loopback
 from orhpc.models import read_shape
 from orhpc.plan.memory import GIB, recompute_mode, trainer_demand
 from orhpc.plan.placement import Placement
-from orhpc.plan.recompute import automatic, settled
+from orhpc.plan.recompute import automatic, gathers_automatically, settled
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.buffer import finished_group, summarize_group
 from orhpc.rollout.group_filter import GroupFilter, load_filter
@@ -169,11 +169,11 @@ async def _with_engines(
 
 
 def trainer_config(config: Config, model_dir: str) -> Config:
-    """Replace what is recomputed automatically by what the memory of this node's devices allows.
+    """Replace what is recomputed and gathered automatically by what the memory of this node's devices allows.
 
-    All is recomputed in models without a memory plan, which FSDP may still train.
+    All is recomputed, and gathered every time, in models without a memory plan, which FSDP may still train.
     """
-    if not automatic(config):
+    if not (automatic(config) or gathers_automatically(config)):
         return config
     memory = device_memory(config)
     device_bytes = int(memory.gib * GIB) if config.placement.device == "cuda" else None
@@ -185,10 +185,13 @@ def trainer_config(config: Config, model_dir: str) -> Config:
         log.info("recomputation: full, because the memory cannot be planned: %s", error)
         return config
     chosen = settled(config, shape, device_bytes)
-    layers = trainer_demand(chosen).layers
-    some = "" if layers is None else f", the first {layers} layers"
+    demand = trainer_demand(chosen)
+    some = "" if demand.layers is None else f", the first {demand.layers} layers"
     known = f"{memory.gib:.0f} GiB a device, {memory.source}" if device_bytes else "devices are processes"
     log.info("recomputation: %s%s (%s)", recompute_mode(chosen), some, known)
+    if chosen.train.backend == "fsdp":
+        often = "once an update" if demand.gathers_once else "for every micro-batch"
+        log.info("weights are gathered %s", often)
     return chosen
 
 

@@ -77,6 +77,8 @@ def dropped_notice(config: Config, step: int, limit: SampleLimit) -> str:
     train, megatron = config.train, config.train.backend == "megatron"
     if train.gradient_checkpointing is False or (train.gradient_checkpointing == "auto" and not megatron):
         ways.append("set train.gradient_checkpointing to true")
+    if not megatron and train.gather_once is not False:
+        ways.append("set train.gather_once to false")
     if train.recompute_layers is not None:
         ways.append("leave train.recompute_layers out")
     if megatron and train.gradient_checkpointing and config.megatron.recompute != "full":

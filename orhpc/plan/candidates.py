@@ -96,7 +96,7 @@ def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> It
         if config.train.backend == "fsdp":
             if (device_bytes is None or shape.vision) and not automatic(config):
                 yield budgeted  # no plan chooses for these: see settled()
-            changes = {"gradient_checkpointing": "auto", "recompute_layers": None}
+            changes = {"gradient_checkpointing": "auto", "recompute_layers": None, "gather_once": "auto"}
             train = budgeted.train.model_copy(update=changes)
             yield settled(budgeted.model_copy(update={"train": train}), shape, device_bytes)
             continue
@@ -150,8 +150,8 @@ def _with_megatron(config: Config, **settings: Any) -> Config:
 
 _COMPARED = (
     "train.max_tokens_per_gpu", "train.micro_batch_size", "train.gradient_checkpointing",
-    "train.recompute_layers", "megatron.tp", "megatron.pp", "megatron.ep", "megatron.etp",
-    "megatron.recompute", "megatron.recompute_layers", "megatron.recompute_modules",
+    "train.recompute_layers", "train.gather_once", "megatron.tp", "megatron.pp", "megatron.ep",
+    "megatron.etp", "megatron.recompute", "megatron.recompute_layers", "megatron.recompute_modules",
 )  # fmt: skip
 
 

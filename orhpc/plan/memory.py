@@ -72,6 +72,8 @@ class Demand:
     """How many layers of a stage ``full`` recomputes; None: all."""
     compiles: bool = False
     """Whether layers are compiled, if the model's can be (FSDP)."""
+    gathers_once: bool = False
+    """Whether weights and gradients stay whole until the end of an update (FSDP)."""
     overlapped: bool = False
     """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
     vpp: int = 1
@@ -118,6 +120,7 @@ def trainer_demand(config: Config) -> Demand:
         layers=train.recompute_layers if train.backend == "fsdp" else config.megatron.recompute_layers,
         # A model's own code is not compiled, and here it is not known whether there is any.
         compiles=config.compiles_layers and not config.model.trust_remote_code,
+        gathers_once=train.gather_once is True,
         overlapped=config.megatron.overlap_moe_expert_parallel_comm,
         vpp=config.megatron.vpp,
     )
@@ -177,15 +180,18 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     ranks, element = layout.ranks, demand.element_bytes
     held = first_rank_rows(shape, ranks)
     kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, fsdp_kernels(shape, demand))
-    gathered = 0
+    gathered, gradients = 0, held.elements
     if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model unwrapped
         largest = ranks * held.largest_layer
         # The root is gathered throughout the backward pass, with its gradient.  Of the layers: the active
         # one, the prefetched next one, and the gradient being reduced, summed in float32; parts are padded.
         gathered = 2 * element * held.root + (3 * element + MASTER_BYTES) * largest
+        if demand.gathers_once:
+            gradients = ranks * held.elements
+            gathered += element * (gradients - held.root)
     return TrainerMemory(
         weights=MASTER_BYTES * held.elements,
-        gradients=MASTER_BYTES * held.elements,
+        gradients=MASTER_BYTES * gradients,
         optimizer=MOMENT_BYTES * held.elements,
         quantized=0,
         gathered=gathered,

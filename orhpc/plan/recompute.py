@@ -1,4 +1,4 @@
-"""Chooses what trainers recompute in the backward pass: as little as the memory allows."""
+"""Chooses what trainers recompute in the backward pass, and how often FSDP gathers, by the memory."""
 
 from __future__ import annotations
 
@@ -53,23 +53,38 @@ def automatic(config: Config) -> bool:
     return config.train.gradient_checkpointing is not False and config.megatron.recompute == "auto"
 
 
-def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
-    """Return a config in which ``auto`` is replaced by a choice: of ``train.gradient_checkpointing`` with
-    FSDP, of ``megatron.recompute`` with Megatron.
+def gathers_automatically(config: Config) -> bool:
+    """Whether a config leaves it to :func:`settled` how often FSDP gathers."""
+    return config.train.backend == "fsdp" and config.train.gather_once == "auto"
 
-    If nothing fits, as much as possible is recomputed.  ``device_bytes``: memory of a device; None: devices
-    are processes, where whole layers are recomputed, or nothing if all-to-alls are overlapped.
+
+def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
+    """Return a config in which ``auto`` is replaced by a choice: of ``train.gradient_checkpointing`` and
+    ``train.gather_once`` with FSDP, of ``megatron.recompute`` with Megatron.
+
+    If nothing fits, as much as possible is recomputed.  To recompute less spares more time than to gather
+    less, so it is chosen first.  ``device_bytes``: memory of a device; None: devices are processes, where
+    whole layers are recomputed, or nothing if all-to-alls are overlapped, and FSDP gathers every time.
     """
-    if not automatic(config):
-        return config
     room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
     if config.train.backend == "fsdp" and (shape.vision or shape.experts):
         # The plan does not count what the vision tower computes, and what it counts for experts was not
         # compared with what FSDP uses.
         room = 0
+    if automatic(config):
+        config = _recomputing(config, shape, room, processes=device_bytes is None)
+    if gathers_automatically(config):
+        once = _with_train(config, gather_once=True)
+        fits = trainer_memory(shape, trainer_layout(once), trainer_demand(once)).total <= room
+        config = _with_train(config, gather_once=fits)
+    return config
+
+
+def _recomputing(config: Config, shape: ModelShape, room: float, *, processes: bool) -> Config:
+    """Choose what is recomputed.  ``room``: bytes of a device; ``processes``: devices are processes."""
     needed = totals(config, shape)
     mode = next((m for m, total in needed.items() if total <= room), list(needed)[-1])
-    if device_bytes is None and mode != "full":
+    if processes and mode != "full":
         mode = "none"  # "selective" needs TransformerEngine
     if mode == "none":
         return _with_train(config, gradient_checkpointing=False)

@@ -188,7 +188,7 @@ def predict_update(config: Config, shape: ModelShape, card: Card, work: Workload
     )  # fmt: skip
     host, device, exchange = (part(forwards) for part in (one.host, one.device, one.exchange))
     if layout.sharded:
-        exchange += max(0.0, _sharding(run) - device)
+        exchange += max(0.0, _sharding(run, count / config.train.steps_per_rollout) - device)
     together = _together(host, device + exchange)
     bubble = (layout.pp - 1) * together / max(1, config.megatron.vpp)
     return UpdateTime(
@@ -210,10 +210,16 @@ def _experts_across(run: _Trainer) -> int:
     return group_spans(run.config.megatron, run.layout.ranks, per_node)["ep"]
 
 
-def _sharding(run: _Trainer) -> float:
-    """Seconds of a micro-batch in which FSDP gathers weights twice and reduces gradients."""
+def _sharding(run: _Trainer, micro_batches: float) -> float:
+    """Seconds of a micro-batch in which FSDP gathers weights twice and reduces gradients.
+
+    ``micro_batches``: of an optimizer step, of which one gathers and one reduces with ``train.gather_once``.
+    """
     ranks = run.layout.ranks
-    moved = run.shape.parameters * (2 * run.demand.element_bytes + 4) * (1 - 1 / ranks)
+    each = 2 * run.demand.element_bytes + 4
+    if run.demand.gathers_once:
+        each = (run.demand.element_bytes + 4) / micro_batches
+    moved = run.shape.parameters * each * (1 - 1 / ranks)
     return moved / speed("network" if ranks > run.config.placement.devices_per_node else "nvlink")
 
 

@@ -323,6 +323,8 @@ def _recompute_more(run: RunPlan) -> str:
         return "train.gradient_checkpointing=true"
     if run.layout.sharded and (run.demand.layers or math.inf) < len(run.shape.layers):
         return "train.recompute_layers=null"
+    if run.demand.gathers_once:
+        return "train.gather_once=false"
     can = run.demand.recompute == "selective" and not run.demand.overlapped
     return "megatron.recompute=full" if can else ""
 

@@ -39,6 +39,7 @@ from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
 from orhpc.rollout.engines.sglang_imports import hide_megatron, wait_before_loading_models
 from orhpc.rollout.engines.sglang_pause import shorten_pauses
+from orhpc.rollout.engines.sglang_routes import allocate_routes_when_used
 from orhpc.rollout.engines.start_log import BEGIN
 
 _WATCH_S = 1.0
@@ -188,4 +189,5 @@ if __name__ == "__main__":
 if __name__ == "__mp_main__":  # SGLang's own processes, which multiprocessing has import this one's program
     protect_server()
     hide_megatron()
+    allocate_routes_when_used()
     wait_before_loading_models()

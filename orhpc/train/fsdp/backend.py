@@ -29,6 +29,7 @@ from orhpc.train.backend import (
 )
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fsdp.critic import FsdpCritic
+from orhpc.train.fsdp.gather_once import GatherOnce
 from orhpc.train.fsdp.load import ModelLoader, rows_of
 from orhpc.train.fsdp.model import DeviceBatch
 from orhpc.train.fsdp.optim import Optimizer, local
@@ -100,13 +101,15 @@ class FsdpBackend(Backend):
         n_tokens: int,
         between: StopCheck,
     ) -> Update:
-        metrics = MetricSums()
+        metrics, once = MetricSums(), self.config.train.gather_once is True
         if self.policy.routers is not None:
             self.policy.routers.forget()  # counts of an abandoned update
         try:
-            for training in batches:
-                between()
-                metrics.add(self._accumulate(training, n_samples, n_tokens))
+            with GatherOnce(self.policy, len(batches), enabled=once) as gather:
+                for training in batches:
+                    between()
+                    with gather.micro_batch():
+                        metrics.add(self._accumulate(training, n_samples, n_tokens))
         except BaseException:
             self.optimizer.clear()
             raise

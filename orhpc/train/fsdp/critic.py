@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from orhpc.train.backend import CRITIC, Shard, StopCheck, TrainingBatch
+from orhpc.train.backend import CRITIC, Batches, Shard, StopCheck, TrainingBatch
+from orhpc.train.fsdp.gather_once import GatherOnce
 from orhpc.train.fsdp.load import ModelLoader, rows_of
 from orhpc.train.fsdp.model import DeviceBatch
 from orhpc.train.fsdp.optim import Optimizer
@@ -24,6 +25,7 @@ class FsdpCritic:
     def __init__(self, config: Config, loader: ModelLoader) -> None:
         """Load the model (collective)."""
         self._clip = config.algorithm.critic.value_clip
+        self._gathers_once = config.train.gather_once is True
         self._world_size = loader.world_size
         self._device = loader.device
         self.model, self._shapes = loader.load_critic()
@@ -34,15 +36,15 @@ class FsdpCritic:
             name: rows_of(p, self._shapes[name], loader.rank, loader.world_size)[0] for name, p in named
         }
 
-    def accumulate(
-        self, batches: Iterable[TrainingBatch], *, n_tokens: int, between: StopCheck
-    ) -> MetricSums:
+    def accumulate(self, batches: Batches[TrainingBatch], *, n_tokens: int, between: StopCheck) -> MetricSums:
         """Add the gradients of all micro-batches; without any after a failure."""
         metrics = MetricSums()
         try:
-            for training in batches:
-                between()
-                metrics.add(self._accumulate(training, n_tokens))
+            with GatherOnce(self.model, len(batches), enabled=self._gathers_once) as gather:
+                for training in batches:
+                    between()
+                    with gather.micro_batch():
+                        metrics.add(self._accumulate(training, n_tokens))
         except BaseException:
             self.optimizer.clear()
             raise

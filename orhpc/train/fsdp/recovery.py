@@ -53,13 +53,17 @@ def reset(models: Iterable[nn.Module]) -> None:
                 root.reset_iter_state()
             else:
                 reset_iteration(root._get_fsdp_state())
-            for group in _groups(model):
-                for parameter in group.fsdp_params:
-                    # A gradient that was computed but not yet reduced; the next pass would add to it.
-                    parameter.unsharded_accumulated_grad = None
-                    whole = getattr(parameter, "_unsharded_param", None)
-                    if whole is not None:
-                        whole.grad = None
+            drop_unreduced(model)
+
+
+def drop_unreduced(model: nn.Module) -> None:
+    """Drop gradients that were computed but not yet reduced, to which the next pass would add."""
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
 
 
 def reset_iteration(root: Any) -> None:

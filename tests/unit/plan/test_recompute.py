@@ -83,7 +83,8 @@ def test_what_a_user_has_chosen_stays(shape: ModelShape) -> None:
         config_of("full"),
         config_of("selective"),
         config_of("auto", checkpointing=False),
-        with_fsdp(config_of("auto")),
+        with_automatic_fsdp(gradient_checkpointing=True),
+        with_automatic_fsdp(gradient_checkpointing=False, gather_once=True),
     ):
         assert settled(config, shape, 1 << 50) is config
 
@@ -93,7 +94,7 @@ FSDP_NAMES = ("Llama-3.1-8B", "Qwen3-8B")
 
 def with_automatic_fsdp(**train: Any) -> Config:
     config = with_fsdp(config_of("full"))
-    train = {"gradient_checkpointing": "auto", **train}
+    train = {"gradient_checkpointing": "auto", "gather_once": False, **train}
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
@@ -124,6 +125,32 @@ def test_fsdp_recomputes_as_few_layers_as_the_memory_allows(name: str, compiled:
         assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
 
 
+@pytest.mark.parametrize("name", FSDP_NAMES)
+def test_fsdp_gathers_once_an_update_where_that_fits_beside_what_is_recomputed(name: str) -> None:
+    shape, config = shape_of(REAL[name][0]), with_automatic_fsdp(gather_once="auto")
+    layout, demand = trainer_layout(config), trainer_demand(config)
+
+    def needed(**changes: Any) -> int:
+        return trainer_memory(shape, layout, replace(demand, **changes)).total
+
+    def once(room: int) -> tuple[bool | str, bool | str]:
+        train = settled(config, shape, int((room + reserved_bytes(config)) / (1 - SPARE)) + 1).train
+        return train.gradient_checkpointing, train.gather_once
+
+    often, seldom = needed(recompute="none"), needed(recompute="none", gathers_once=True)
+    # All weights in bfloat16, and gradients in float32 that are not divided by the ranks.
+    whole = shape.parameters * (2 + 4 * (1 - 1 / layout.ranks))
+    root = sum(t.elements for t in shape.outer_tensors())
+    assert seldom - often == pytest.approx(whole - 2 * root, rel=1e-3)
+    assert once(seldom) == (False, True)
+    assert once(seldom - (1 << 20)) == (False, False)
+    assert once(often) == (False, False)
+    assert once(needed(recompute="full")) == (True, False)
+    assert settled(config, shape, None).train.gather_once is False
+    config = with_automatic_fsdp(gather_once=True)  # a user's choice comes before what is recomputed
+    assert once(often) == (True, True)
+
+
 def test_a_given_number_of_layers_is_kept() -> None:
     shape, config = shape_of(REAL[FSDP_NAMES[0]][0]), with_automatic_fsdp(recompute_layers=3)
     assert settled(config, shape, 1 << 50) == config
@@ -150,6 +177,10 @@ def test_layers_of_a_models_own_code_are_planned_as_not_compiled() -> None:
 def test_all_layers_of_models_without_a_measured_plan_are_recomputed(content: dict[str, Any]) -> None:
     train = settled(with_automatic_fsdp(), shape_of(content), 1 << 50).train
     assert (train.gradient_checkpointing, train.recompute_layers) == (True, None)
+    assert (
+        settled(with_automatic_fsdp(gather_once="auto"), shape_of(content), 1 << 50).train.gather_once
+        is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,6 +189,8 @@ def test_all_layers_of_models_without_a_measured_plan_are_recomputed(content: di
         ({"backend": "megatron", "recompute_layers": 2}, "use megatron.recompute_layers"),
         ({"recompute_layers": 2, "gradient_checkpointing": False}, "recomputes nothing with"),
         ({"recompute_layers": 0}, "greater than"),
+        ({"backend": "megatron", "gather_once": True}, "train.gather_once: is of fsdp"),
+        ({"gather_once": "often"}, "must be true, false or auto"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(train: dict[str, Any], problem: str) -> None:

@@ -73,7 +73,7 @@ def gradients(backend: FsdpBackend, samples: list[Sample], max_tokens: int) -> d
 
     backend.optimizer.step = capture  # type: ignore[method-assign]
     backend.update(
-        (TrainingBatch(load_batch(m)) for m in minibatch.ranks[backend.rank]),
+        [TrainingBatch(load_batch(m)) for m in minibatch.ranks[backend.rank]],
         n_samples=minibatch.n_samples,
         n_tokens=minibatch.n_tokens,
         between=lambda: None,
@@ -389,7 +389,9 @@ def test_two_runs_are_bit_equal(folders: dict[str, str]) -> None:
         try:
             for seed in range(2):
                 batches = [load_batch(MicroBatch(tuple(make_samples(5, seed=10 * seed + i)))) for i in (0, 1)]
-                backend.update(map(TrainingBatch, batches), n_samples=10, n_tokens=70, between=lambda: None)
+                backend.update(
+                    [TrainingBatch(b) for b in batches], n_samples=10, n_tokens=70, between=lambda: None
+                )
         finally:
             torch.use_deterministic_algorithms(False)
         results.append([s.tensor.clone() for s in backend.shards()])
