@@ -337,6 +337,11 @@ def _way_out(run: RunPlan, room: int) -> str:
     per_node = run.config.placement.devices_per_node
     if not run.layout.sharded:
         return _way_out_divided(run, room)
+    if run.demand.gathers_once:
+        demand = replace(run.demand, gathers_once=False)
+        less = replace(run, demand=demand, trainer=trainer_memory(run.shape, run.layout, demand))
+        enough = less.trainer.total <= room
+        return f"train.gather_once=false{' would do' if enough else f'; then {_way_out(less, room)}'}"
     # What two ranks gather is not padded, as it is for more ranks than a tensor has rows.
     gathered = trainer_memory(run.shape, Layout(2, sharded=True), run.demand).gathered
     fixed = gathered + run.trainer.activations + run.trainer.head

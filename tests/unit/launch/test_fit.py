@@ -250,6 +250,21 @@ def test_more_recomputation_is_suggested_only_where_there_is_more(
     assert [line.partition(";")[0] for line in shown] == [f"recomputation: full{some}"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "advice"),
+    [
+        (4, r"train\.gather_once=false would do$"),
+        (1, r"train\.gather_once=false; then \d trainer ranks would do"),
+    ],
+)
+def test_less_gathering_is_suggested_first(tmp_path: Path, devices: int, advice: str) -> None:
+    train = {"backend": "fsdp", "gather_once": True, "gradient_checkpointing": True}
+    place = {"devices_per_node": devices}
+    run = plan_of("Qwen3-8B", tmp_path, 79.6, train=train, placement=place, engine={"tp": devices})
+    with pytest.raises(ConfigError, match=advice):
+        fit.check_fit(run)
+
+
 def test_an_impossible_layout_is_refused_with_the_nearest_possible_one(tmp_path: Path) -> None:
     place = {"placement": {"nodes": 2, "devices_per_node": 8}, "train": {"backend": "megatron"}}
     with pytest.raises(ConfigError, match="ep = 16 does not divide 8 experts; ") as caught:
