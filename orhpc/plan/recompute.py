@@ -62,9 +62,10 @@ def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Conf
     """Return a config in which ``auto`` is replaced by a choice: of ``train.gradient_checkpointing`` and
     ``train.gather_once`` with FSDP, of ``megatron.recompute`` with Megatron.
 
-    If nothing fits, as much as possible is recomputed.  To recompute less spares more time than to gather
-    less, so it is chosen first.  ``device_bytes``: memory of a device; None: devices are processes, where
-    whole layers are recomputed, or nothing if all-to-alls are overlapped, and FSDP gathers every time.
+    If nothing fits, as much as possible is recomputed.  What is recomputed is chosen first, so that FSDP
+    gathers once only in memory that no layer's activations need.  ``device_bytes``: memory of a device;
+    None: devices are processes, where whole layers are recomputed, or nothing if all-to-alls are overlapped,
+    and FSDP gathers every time.
     """
     room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
     if config.train.backend == "fsdp" and (shape.vision or shape.experts):
