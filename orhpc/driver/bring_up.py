@@ -182,7 +182,8 @@ def trainer_config(config: Config, model_dir: str) -> Config:
     except ModelError as error:
         if config.train.backend == "megatron":
             raise
-        log.info("recomputation: full, because the memory cannot be planned: %s", error)
+        known = "recomputation: full" if automatic(config) else "weights are gathered for every micro-batch"
+        log.info("%s, because the memory cannot be planned: %s", known, error)
         return config
     chosen = settled(config, shape, device_bytes)
     demand = trainer_demand(chosen)

@@ -171,3 +171,18 @@ def test_what_is_recomputed_automatically_is_in_the_log(
     assert train.gradient_checkpointing
     assert (train.recompute_layers is not None) == ("LAYERS" in told)
     assert f"recomputation: {told.replace('LAYERS', str(train.recompute_layers))}" in caplog.text
+
+
+def test_a_choice_of_the_user_is_not_told_as_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = {
+        "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        "train": {"backend": "fsdp", "gradient_checkpointing": False},
+        "placement": {"device_memory_gib": 70},
+    }
+    folder = write_model_folder(tmp_path / "model", {"model_type": "other"})
+    with caplog.at_level(logging.INFO):
+        trainer_config(Config.model_validate(tree), str(folder))
+    assert "weights are gathered for every micro-batch, because the memory cannot be planned" in caplog.text
+    assert "recomputation" not in caplog.text

@@ -17,6 +17,7 @@ from orhpc.errors import StopRequested
 from orhpc.train.backend import Batches, TokenEstimates, TrainingBatch
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
+from orhpc.train.fsdp import recovery
 from orhpc.train.fsdp.backend import FsdpBackend
 from orhpc.train.fsdp.optim import local
 from orhpc.train.process_groups import join_default_group
@@ -93,12 +94,10 @@ def counted_collectives() -> Iterator[Counter[str]]:
 
 def is_sharded(backend: FsdpBackend) -> bool:
     """Whether this rank holds its rows alone, without a gradient that waits to be reduced."""
-    groups = [
-        m._get_fsdp_state()._fsdp_param_group for m in backend.policy.modules() if hasattr(m, "unshard")
-    ]
-    parameters = [p for group in groups if group is not None for p in group.fsdp_params]
+    groups = list(recovery._groups(backend.policy))
+    parameters = [p for group in groups for p in group.fsdp_params]
     assert parameters
-    return all(group is None or group.is_sharded for group in groups) and all(
+    return all(group.is_sharded for group in groups) and all(
         p.unsharded_accumulated_grad is None and getattr(p, "_unsharded_param", p).grad is None
         for p in parameters
     )
