@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.frozen import freeze_libraries
 
 # Hypothesis' deadline measures the load of the machine, not the code.
 settings.register_profile("orhpc", deadline=None)
@@ -41,8 +42,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Spare each collection of garbage the modules that all tests have imported."""
-    gc.collect()
-    gc.freeze()
+    freeze_libraries()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

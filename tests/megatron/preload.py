@@ -5,3 +5,6 @@ from tests.megatron import shim
 shim.install()
 
 import tests.megatron.kit  # noqa: E402, F401
+from tests.frozen import freeze_libraries  # noqa: E402
+
+freeze_libraries()
