@@ -1,15 +1,15 @@
-"""One RL step of orhpc and one of verl on one Hopper GPU: same model, batch, lengths and SGLang, in turns.
+"""One RL step of orhpc and one of verl on Hopper GPUs: same model, batch, lengths and SGLang, in turns.
 
     python benchmarks/gpu/peers.py pack DIR      # where there is a network: DIR/peers.tar.xz, for PYTHONPATH
-    python benchmarks/gpu/peers.py run --out DIR [--seconds 540] [--sides orhpc verl]
+    python benchmarks/gpu/peers.py run --out DIR [--seconds 540] [--sides orhpc verl] [--gpus 1]
     python benchmarks/gpu/peers.py report DIR
 
 Both train a random model of Qwen3-0.6B's shapes with GRPO: 32 prompts x 8 samples of 256 tokens (a random
 model hardly ever stops), bfloat16 with float32 masters, AdamW, learning rate 1e-6, no KL penalty, one
 optimizer step on each batch, FSDP with gradient checkpointing, packed micro-batches of 16,384 tokens, and
-SGLang on the same GPU with the same kernels and memory fraction. Otherwise each has the settings that it
-recommends for one GPU: orhpc ``configs/qwen3-0.6b.yaml``, verl those of ``peers_verl.py``. ``verl-bypass`` is
-verl without its forward pass for the log-probabilities at the start of the step
+SGLang on the same GPUs, an engine on each, with the same kernels and memory fraction. Otherwise each has the
+settings that it recommends: orhpc ``configs/qwen3-0.6b.yaml``, verl those of ``peers_verl.py``.
+``verl-bypass`` is verl without its forward pass for the log-probabilities at the start of the step
 (``algorithm.rollout_correction.bypass_mode``): it takes SGLang's. orhpc leaves this pass out because with one
 optimizer step on each batch the update computes the same numbers.
 
@@ -20,7 +20,7 @@ is the time between their records, and includes what a step's own clock leaves o
 with every step, rewritten during the run, and the ends of the logs. ``peers_standins.py`` replaces what verl
 takes from flash-attn; the table names it.
 
-Left out: starts, evaluation, checkpoints, several GPUs, long and uneven answers (``heavy_tails.py``), tools,
+Left out: starts, evaluation, checkpoints, several nodes, long and uneven answers (``heavy_tails.py``), tools,
 and learning: verl's rewards are random numbers, orhpc's the share of even tokens; neither takes time.
 """
 
@@ -63,7 +63,7 @@ PROMPT_BYTES = 47
 PROMPT_TOKENS = 256
 """Tokens reserved for a prompt; it takes about a third of them."""
 RUNNING = 256
-"""Requests that SGLang runs at once: all of a step."""
+"""Requests that an SGLang runs at once."""
 TURNS = ("trainer_sleep", "engines_resume", "engines_release", "trainer_wake")
 """Parts of orhpc's rollout phase in which trainer and engine exchange the GPU; here they count as sync."""
 PACKAGES = ("torch", "transformers", "sglang", "ray", "verl", "tensordict", "TransferQueue", "triton")
@@ -108,7 +108,9 @@ def parse() -> argparse.Namespace:
     runs.add_argument("--seconds", type=float, default=540.0, help="of everything (540)")
     runs.add_argument("--sides", nargs="+", choices=SIDES, default=["orhpc", "verl"])
     runs.add_argument("--work", type=Path, default=Path("/tmp/peers"), help="model and runs (/tmp/peers)")
-    numbers = {"prompts": 32, "samples": 8, "response": 256, "tokens": 16384, "steps": 7, "layers": 28}
+    numbers = {
+        "prompts": 32, "samples": 8, "response": 256, "tokens": 16384, "steps": 7, "layers": 28, "gpus": 1,
+    }  # fmt: skip
     for name, default in numbers.items():
         runs.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     runs.add_argument("--memory", type=float, default=0.5, help="SGLang's fraction of the GPU (0.5)")
@@ -224,7 +226,7 @@ def orhpc(
     """orhpc's command and environment."""
     settings = {
         "run.root": work, "run.name": "run", "wandb.enabled": "false",
-        "model.path": model, "model.check": "false",
+        "model.path": model, "model.check": "false", "placement.devices_per_node": options.gpus,
         "rollout.batch_size": options.prompts, "rollout.n_samples": options.samples,
         "rollout.max_response_tokens": options.response,
         "rollout.max_total_tokens": options.response + PROMPT_TOKENS,
@@ -247,7 +249,7 @@ def verl(
     shape = {
         "prompts": options.prompts, "samples": options.samples, "response": options.response,
         "prompt_tokens": PROMPT_TOKENS, "tokens": options.tokens, "steps": options.steps, "lr": 1e-6,
-        "memory": options.memory, "running": RUNNING,
+        "memory": options.memory, "running": RUNNING, "gpus": options.gpus,
     }  # fmt: skip
     engine = KERNELS | {"context_length": options.response + PROMPT_TOKENS}
     settings = peers_verl.overrides(shape, model, work, engine)
@@ -338,15 +340,15 @@ def end_children() -> None:
 
 
 def wait_for_memory(seconds: float = 20.0) -> None:
-    """Wait until the last turn's GPU memory is free."""
+    """Wait until the last turn's memory is free on all GPUs."""
     until = time.monotonic() + seconds
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     while time.monotonic() < until:
         try:
-            used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
+            used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError):
             return
-        if float(used) < 2000:
+        if all(float(mebibytes) < 2000 for mebibytes in used):
             return
         time.sleep(0.5)
 
@@ -368,6 +370,7 @@ def head_of(options: argparse.Namespace) -> dict[str, Any]:
         "memory",
         "size",
         "layers",
+        "gpus",
         "set",
         "set_verl",
     )

@@ -64,7 +64,8 @@ def _head(found: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     return [
         f"{found['machine']}; {versions}",
         f"{shape['prompts']} prompts x {shape['samples']} x {shape['response']} tokens, shapes of "
-        f"Qwen3-{shape['size']}, {shape['layers']} layers, micro-batches of {shape['tokens']} tokens",
+        f"Qwen3-{shape['size']}, {shape['layers']} layers, micro-batches of {shape['tokens']} tokens, "
+        f"GPUs: {shape.get('gpus', 1)}",
         f"medians without each turn's first {WARM} steps; last column: the others' over orhpc's",
         *(f"- {note}" for note in found["notes"] if set(sides) != {"orhpc"}),
     ]

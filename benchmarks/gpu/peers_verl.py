@@ -2,7 +2,7 @@
 
 The settings are those of verl's example scripts for GRPO and its guide to performance: FSDP2, packed
 sequences, micro-batches by tokens, gradient checkpointing, one optimizer step on each batch, and SGLang on
-the trainer's GPU, asleep during the update. What is not set has verl's default.
+each trainer's GPU, asleep during the update. What is not set has verl's default.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def overrides(shape: Mapping[str, Any], model: Path, work: Path, engine: Mapping
 
     Args:
         shape: ``prompts``, ``samples``, ``prompt_tokens``, ``response``, ``tokens`` (of a micro-batch),
-            ``steps``, ``lr``, ``memory`` (fraction for SGLang) and ``running`` (requests at once).
+            ``steps``, ``lr``, ``memory`` (fraction for SGLang), ``running`` (requests that an SGLang runs at
+            once), ``gpus``.
         model: folder of the model.
         work: folder for what verl writes.
         engine: options of SGLang.
@@ -89,7 +90,7 @@ def overrides(shape: Mapping[str, Any], model: Path, work: Path, engine: Mapping
         f"{rollout}.max_num_seqs": shape["running"],
         "reward.custom_reward_function.path": Path(__file__).absolute(),
         "reward.custom_reward_function.name": "compute_score",
-        "trainer.n_gpus_per_node": 1,
+        "trainer.n_gpus_per_node": shape["gpus"],
         "trainer.nnodes": 1,
         "trainer.logger": '["console","file"]',
         "trainer.val_before_train": False,
