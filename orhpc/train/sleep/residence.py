@@ -17,6 +17,7 @@ from orhpc.plan.layout import RankPlace, trainer_layout
 from orhpc.plan.memory import rank_memory, trainer_demand
 from orhpc.train.pinned import PinnedBuffer
 from orhpc.train.sleep.background_copies import BackgroundCopies
+from orhpc.train.sleep.packed_copies import PACK_BYTES, pack_to_host, unpack_from_host
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -101,9 +102,10 @@ class OffloadManager:
     """Moves the storage of device tensors to the host and back, without new tensors.
 
     The tensor objects, and every view of them that FSDP or an optimizer holds, stay valid.  All storages
-    go into one pinned buffer, which is kept for reuse.  After the first offload they occupy one contiguous
-    piece of device memory, and neighbors are copied together, so that a model of many small tensors moves at
-    bus bandwidth.  No other tensor may be allocated in that piece: the driver frees it only as a whole.
+    go into one pinned buffer, which is kept for reuse.  After the first offload the large ones occupy one
+    contiguous piece of device memory, and neighbors are copied together; small ones, which the allocator
+    keeps elsewhere, are packed.  So a model of many tensors moves at bus bandwidth.  No other tensor may be
+    allocated in that piece: the driver frees it only as a whole.
 
     Most copies overlap with other work.  Only the step at the end of an update reads optimizer state:
     it is reloaded during the update's computation, and offloaded during the weight sync that
@@ -245,8 +247,8 @@ class OffloadManager:
     def _place(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
         """Assign every storage a place in the host buffer; keep the places if the tensors are the same.
 
-        Places follow the order of addresses, with late tensors last; the device memory has the same order
-        after an offload.
+        Late tensors are last, and small ones first among both; otherwise places follow the order of
+        addresses, which the device memory keeps after an offload.
         """
         groups = [{_key(t): t.untyped_storage() for t in tensors if t.numel()} for tensors in (kept, late)]
         if {(k, s.nbytes()) for group in groups for k, s in group.items()} == {
@@ -257,7 +259,7 @@ class OffloadManager:
         self._wait_for_readers()
         self._blocks, place = {}, 0
         for is_late, group in enumerate(groups):
-            for key, storage in sorted(group.items(), key=lambda item: item[1].data_ptr()):
+            for key, storage in sorted(group.items(), key=lambda item: _order(item[1])):
                 if key not in self._blocks:
                     self._blocks[key] = block = _Block(storage, storage.nbytes(), place, bool(is_late))
                     place = block.end
@@ -271,7 +273,8 @@ class OffloadManager:
             return
         self._wait_for_readers()
         self.settle()
-        self._copy([(host, device) for device, host in self._runs(stale)], background=background)
+        others = stale if background else self._copy_small(stale, pack_to_host)
+        self._copy([(host, device) for device, host in self._runs(others)], background=background)
         for block in stale:
             block.current = True
 
@@ -281,7 +284,23 @@ class OffloadManager:
             done()
 
     def _copy_up(self, blocks: Iterable[_Block], *, background: bool = False) -> None:
+        if not background:
+            blocks = self._copy_small(blocks, unpack_from_host)
         self._copy(list(self._runs(blocks)), background=background)
+
+    def _copy_small(
+        self, blocks: Iterable[_Block], copy: Callable[[Tensor, list[Tensor], list[int]], None]
+    ) -> list[_Block]:
+        """Copy the small blocks in packs; return the others."""
+        small, large = [], []
+        for block in blocks:
+            (small if block.size <= _SMALL else large).append(block)
+        for pack in _packs(small):
+            first = pack[0].place
+            host = self._host[first : pack[-1].place + pack[-1].size]
+            parts = [torch.empty(0, dtype=torch.uint8, device=self._device).set_(b.storage) for b in pack]
+            copy(host, parts, [block.place - first for block in pack])
+        return large
 
     def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, background: bool) -> None:
         if background:
@@ -330,6 +349,22 @@ class OffloadManager:
         self._background.settle()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _order(storage: torch.UntypedStorage) -> tuple[bool, int]:
+    return storage.nbytes() > _SMALL, storage.data_ptr()
+
+
+def _packs(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Yield lists of blocks that are neighbors on the host, of at most ``PACK_BYTES``."""
+    pack: list[_Block] = []
+    for block in blocks:
+        if pack and (block.place != pack[-1].end or block.end - pack[0].place > PACK_BYTES):
+            yield pack
+            pack = []
+        pack.append(block)
+    if pack:
+        yield pack
 
 
 def _rounded(size: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orhpc.train.sleep import residence as module
 from orhpc.train.sleep.residence import OffloadManager
 
 CPU = torch.device("cpu")
@@ -44,6 +45,30 @@ def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times
             assert torch.equal(tensor, was)
             assert residence.view(tensor) is tensor
         shapes = [*shapes, (7, 7, torch.float32)]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(0, 30), st.integers(1, 9000))
+def test_small_tensors_are_packed_and_large_ones_are_not(sizes: list[int], early: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SMALL", 1000)
+        patch.setattr(module, "PACK_BYTES", most)
+        packs: list[int] = []
+        pack = module.pack_to_host
+        patch.setattr(
+            module, "pack_to_host", lambda host, *more: (packs.append(len(host)), pack(host, *more))
+        )
+        residence = OffloadManager(CPU)
+        tensors = [random(size, 1, torch.uint8) for size in sizes]
+        wanted = [t.clone() for t in tensors]
+        for _ in range(2):
+            residence.changing()
+            residence.sleep(tensors[:early], tensors[early:])
+            assert all(torch.equal(residence.view(t), was) for t, was in zip(tensors, wanted, strict=True))
+            residence.wake()
+            assert all(map(torch.equal, tensors, wanted))
+        small = [size for size in sizes if size <= 1000]
+        assert 2 * sum(small) <= sum(packs) <= 2 * sum(size + 511 for size in small)
+        assert max(packs, default=0) <= max(most, 1000)
 
 
 @settings(deadline=None)
@@ -98,7 +123,8 @@ def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
     assert (of("begin"), of("sleep"), of("wake")) == ([2000], [4000], [2000, 4000])
     assert (of("begin"), of("sleep"), of("wake")) == ([], [], [2000, 4000])
     residence.changing()
-    assert (of("sleep"), of("wake")) == ([2000, 4000], [2000, 4000])
+    packed = 4096 + 2000  # with the gap between them
+    assert (of("sleep"), of("wake")) == ([packed], [2000, 4000])
 
 
 def test_what_is_read_on_the_host_is_not_written_over() -> None:
