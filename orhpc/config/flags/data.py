@@ -33,6 +33,8 @@ def prompts(given: Given) -> Settings:
     for name, path in zip(names, evaluation[1::2], strict=True):
         if name == TRAINING:
             raise ConfigError(f"--eval-prompt-data: {name} is the name of the training data; choose another")
+        if name in shown:
+            raise ConfigError(f"--eval-prompt-data: {name} is named twice; give each file its own name")
         shown[name] = {"data": _data(given, path, "eval-"), "splits": []}
     found: dict[str, Any] = {"environments": shown}
     if names:

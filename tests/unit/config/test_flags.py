@@ -194,6 +194,9 @@ def test_files_of_prompts_become_environments() -> None:
         ([], "needs --rm-type math or --custom-rm-path"),
         (["--rm-type", "gpqa"], "'gpqa' is not one of math"),
         (["--rm-type", "math", TINY], "the config file has environments"),
+        (["--rm-type", "math", "--eval-prompt-data", "a", "b.jsonl", "a", "c.jsonl"], "a is named twice"),
+        (["--rm-type", "math", "--eval-prompt-data", "prompts", "b.jsonl"], "name of the training data"),
+        (["--rm-type", "math", "--eval-prompt-data", "b.jsonl"], "give pairs, NAME PATH"),
     ):
         with pytest.raises(ConfigError, match=message):
             split_command_line([*words, *more])
