@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from orhpc.errors import ModelError
 from orhpc.train.actor import TrainerRank
+from tests.frozen import thawing
 from tests.megatron.kit import Case, case_config, save_model
 from tests.trainer_kit import counted_reads, run_ranks
 
@@ -32,7 +33,8 @@ def _load(rank: int, world: int, port: int, folder: str, kl: bool) -> dict[str, 
     backend: Any = trainer.backend
     held = [weakref.ref(p) for model in backend._models for p in model.parameters()]
     del backend
-    trainer.close()
+    with thawing():
+        trainer.close()
     gc.collect()
     return {"reads": dict(reads), "held": len(held), "left": sum(ref() is not None for ref in held)}
 
