@@ -1,4 +1,4 @@
-"""Imported libraries, which Python's garbage collector does not traverse in any process of the suite.
+"""Imported libraries, which Python's garbage collector does not traverse.
 
 Each trainer rank collects garbage and freezes all objects once its model is built, and thaws them when it is
 closed.  A job does this once in a process, a test for each rank that it starts: then half a million objects
@@ -17,9 +17,16 @@ _thaw = gc.unfreeze
 
 
 def freeze_libraries() -> None:
-    """Freeze all objects of this process for good; those of models that are closed stay frozen too."""
+    """Freeze all objects of this process, until something calls ``gc.unfreeze``."""
     gc.collect()
     gc.freeze()
+
+
+def keep_frozen() -> None:
+    """Make ``gc.unfreeze`` do nothing.
+
+    Models and process groups in reference cycles, and so their connections, then live as long as the process.
+    """
     gc.unfreeze = _keep
 
 

@@ -5,6 +5,7 @@ from tests.megatron import shim
 shim.install()
 
 import tests.megatron.kit  # noqa: E402, F401
-from tests.frozen import freeze_libraries  # noqa: E402
+from tests.frozen import freeze_libraries, keep_frozen  # noqa: E402
 
 freeze_libraries()
+keep_frozen()  # megatron-core keeps the models and groups of earlier cases in any case

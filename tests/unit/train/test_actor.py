@@ -23,7 +23,6 @@ from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
 from orhpc.train.pinned import PinnedBuffer
-from tests.frozen import thawing
 from tests.trainer_kit import (
     MAX_TOKENS,
     logprobs_of,
@@ -192,8 +191,7 @@ def test_closing_releases_the_model_and_its_copy(make: Callable[..., TrainerRank
     held = [weakref.ref(p) for model in (backend.policy, backend.reference) for p in model.parameters()]
     held += [weakref.ref(shard.tensor) for shard in rank._saves._snapshot._shards]
     del backend
-    with thawing():
-        rank.close()
+    rank.close()
     gc.collect()
     assert held
     assert all(ref() is None for ref in held)
