@@ -3,7 +3,7 @@
 Each trainer rank collects garbage and freezes all objects once its model is built, and thaws them when it is
 closed.  A job does this once in a process, a test for each rank that it starts: then half a million objects
 of torch, transformers and megatron-core are traversed each time, and in a forked process copied as well,
-which took a third of the processor time of tests/megatron.
+which took a third of the processor time of tests/megatron/test_layouts.py.
 """
 
 from __future__ import annotations
