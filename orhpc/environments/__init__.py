@@ -37,6 +37,7 @@ one tool that receives the model's plain answer and ends the task; the model doe
 in a tool is shown to the model as an error.
 """
 
+import orhpc.process.lean_openreward  # noqa: F401 - before openreward
 from orhpc.environments.task import Options, TaskEnvironment, ToolOutput, reply, terminal, tool
 
 __all__ = ["Options", "TaskEnvironment", "ToolOutput", "reply", "terminal", "tool"]

@@ -117,7 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--listen-fd", type=int, help="inherited socket, bound to the port, to listen on")
     arguments = parser.parse_args(argv)
     die_with_parent()
-    os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
     try:
         protect_process(json.loads(arguments.secrets_json))
         options = json.loads(arguments.options_json)

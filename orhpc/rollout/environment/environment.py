@@ -21,8 +21,9 @@ from types import EllipsisType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
+import orhpc.process.lean_openreward  # noqa: F401 - before openreward
 
+# isort: split
 import aiohttp
 from openreward import AsyncOpenReward
 from openreward.api.environments.client import AsyncEnvironment

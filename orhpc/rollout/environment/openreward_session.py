@@ -28,6 +28,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import dataclass
 from typing import Any
 
+import orhpc.process.lean_openreward  # noqa: F401 - before openreward
+
+# isort: split
 import aiohttp
 from openreward._version import USER_AGENT
 from openreward.api._session.http import SessionResponseError
