@@ -23,7 +23,7 @@ from orhpc.commands.cli import main
 from orhpc.config import Config, EnvironmentSettings
 from orhpc.config.data import DataSettings
 from orhpc.config.flags import SECTIONS, Flag, Kind
-from orhpc.config.reference import default_of
+from orhpc.config.reference import default_of, descriptions
 from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
@@ -89,7 +89,7 @@ def settings() -> str:
     top = [(n, f) for n, f in Config.model_fields.items() if not isinstance(default_of(f), BaseModel)]
     plain = [(name, field) for name, field in top if name != "environments"]
     parts.append("## Outside sections\n")
-    parts += [_setting(name, field) for name, field in plain]
+    parts += [_setting(name, field, descriptions(Config).get(name)) for name, field in plain]
     for name, field in Config.model_fields.items():
         default = default_of(field)
         if isinstance(default, BaseModel):
@@ -102,19 +102,20 @@ def settings() -> str:
 
 
 def _fields(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    about = descriptions(section)
     for name, field in section.model_fields.items():
         default = default_of(field)
         if isinstance(default, BaseModel):
-            yield f"### {prefix}{name}\n\n{_text(field.description or type(default).__doc__)}\n"
+            yield f"### {prefix}{name}\n\n{_text(about.get(name) or type(default).__doc__)}\n"
             yield from _fields(type(default), f"{prefix}{name}.")
         else:
-            yield _setting(f"{prefix}{name}", field)
+            yield _setting(f"{prefix}{name}", field, about.get(name))
 
 
-def _setting(name: str, field: Any) -> str:
+def _setting(name: str, field: Any, description: str | None) -> str:
     default = yaml.safe_dump(default_of(field), default_flow_style=True, width=1000).strip()
     default = default.removesuffix("\n...").strip()
-    about = _text(field.description)
+    about = _text(description)
     if not about:
         raise SystemExit(f"{name} has no docstring, which is its description here and in configs/base.yaml")
     return f"`{name}`\n: {_type(field.annotation)}; default `{default}`. {about}\n"

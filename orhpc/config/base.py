@@ -60,13 +60,12 @@ def one_of_or_function(value: str, names: Sequence[str]) -> str:
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys are errors, and a field's docstring is its description."""
+    """Base of all sections: frozen, unknown keys are errors, and docstrings describe fields."""
 
     model_config = ConfigDict(
         # No setting may be infinite or NaN.
         allow_inf_nan=False,
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         protected_namespaces=(),
     )

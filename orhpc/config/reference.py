@@ -5,6 +5,9 @@ python -m orhpc.config.reference > configs/base.yaml
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -30,6 +33,7 @@ environments: {}  # Environments by name; at least one is required. Each has the
 def reference() -> str:
     """Return the text of ``configs/base.yaml``."""
     parts = [_HEAD]
+    about = descriptions(Config)
     for name, field in Config.model_fields.items():
         default = default_of(field)
         if name == "environments":
@@ -41,21 +45,19 @@ def reference() -> str:
             parts.append(f"\n{name}:  # {_one_paragraph(type(default).__doc__)}\n")
             parts.append("".join(f"{line}\n" for line in _lines(type(default), 2)))
         else:
-            parts.append(
-                "\n" + "".join(f"{line}\n" for line in _setting(name, default, field.description, 0))
-            )
+            parts.append("\n" + "".join(f"{line}\n" for line in _setting(name, default, about.get(name), 0)))
     return "".join(parts)
 
 
 def _lines(section: type[BaseModel], indent: int) -> Iterator[str]:
+    about = descriptions(section)
     for name, field in section.model_fields.items():
         default = default_of(field)
         if isinstance(default, BaseModel):
-            about = _one_paragraph(field.description or type(default).__doc__)
-            yield f"{' ' * indent}{name}:  # {about}"
+            yield f"{' ' * indent}{name}:  # {_one_paragraph(about.get(name) or type(default).__doc__)}"
             yield from _lines(type(default), indent + 2)
         else:
-            yield from _setting(name, default, field.description, indent)
+            yield from _setting(name, default, about.get(name), indent)
 
 
 def _setting(name: str, default: Any, about: str | None, indent: int) -> Iterator[str]:
@@ -72,6 +74,30 @@ def _setting(name: str, default: Any, about: str | None, indent: int) -> Iterato
 def _value(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
     return text.removesuffix("\n...").strip()
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings of a section's fields, by field.
+
+    pydantic can read them as well (``use_attribute_docstrings``), but does so whenever a class is made: it
+    took a fifth of the import of the config in each of a run's processes.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(definition, ast.ClassDef)
+            found |= _docstrings_of_fields(definition)
+    return found
+
+
+def _docstrings_of_fields(definition: ast.ClassDef) -> dict[str, str]:
+    found = {}
+    for field, text in itertools.pairwise(definition.body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
+                found[name] = inspect.cleandoc(about)
+    return found
 
 
 def default_of(field: Any) -> Any:
