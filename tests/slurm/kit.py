@@ -22,8 +22,9 @@ from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import NODES, Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("placement.devices_per_node=1", "rollout.batch_size=4")
+SMALL = ("placement.devices_per_node=1", "rollout.batch_size=4", "wandb.enabled=false")
 """One trainer and one engine per node, because the whole cluster runs on this machine's few cores."""
+WANDB = "wandb.enabled=true"
 BRING_UP_S = 900.0
 """Seconds; half a minute suffices on an idle machine."""
 TABLE = "ORHPC_SLURM_TABLE"

@@ -22,7 +22,7 @@ REPEATED_S = 75.0
 
 
 def test_two_nodes_through_late_signals_and_an_absent_controller(cluster: Cluster, root: Path) -> None:
-    arguments = ("train.steps=1000", "checkpoint.save_interval=1", "wandb.enabled=false")
+    arguments = ("train.steps=1000", "checkpoint.save_interval=1")
     split = ("placement.mode=split", "placement.trainer_devices=1")  # half the processes to start
     options = ("--partition=abrupt", "--nodes=2", "--export=NONE")
     run = sbatch(cluster, root, *arguments, *split, options=options)

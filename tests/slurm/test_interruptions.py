@@ -15,6 +15,7 @@ from orhpc.rundir import CommitName, commits
 from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import (
+    WANDB,
     JobRun,
     assert_back,
     assert_no_server_on_an_ephemeral_port,
@@ -28,7 +29,7 @@ from tests.slurm.kit import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-LONG = ("train.steps=1000", "checkpoint.save_interval=1000")
+LONG = ("train.steps=1000", "checkpoint.save_interval=1000", WANDB)
 
 
 def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
@@ -55,7 +56,7 @@ def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
     assert_nothing_left(run)
     assert cluster.state(run.job) == "CANCELLED"
 
-    fewer = launch(cluster, root, 2, "train.steps=1000", "checkpoint.save_interval=1")
+    fewer = launch(cluster, root, 2, "train.steps=1000", "checkpoint.save_interval=1", WANDB)
     assert fewer.wait_step(3) > cancelled.step
     assert fewer.run.started_from(3) == CommitName(cancelled.step, 2)
     first_nodes = fewer.nodes()
@@ -106,7 +107,7 @@ def lose_a_trainer_with_its_copies(cluster: Cluster, run: JobRun, rank: int) -> 
 
 
 def test_one_node_through_everything_else(cluster: Cluster, root: Path) -> None:
-    often = ("train.steps=1000", "checkpoint.save_interval=5")
+    often = ("train.steps=1000", "checkpoint.save_interval=5", WANDB)
     run = sbatch(cluster, root, *often, options=("--nodes=1", "--signal=B:USR2@100"))
     second_signal_while_saving(run)
     requeue_by_hand(run)

@@ -48,7 +48,7 @@ class Listener:
 
 @pytest.fixture
 def run(cluster: Cluster, root: Path) -> Iterator[JobRun]:
-    arguments = ("train.steps=1000000", "checkpoint.save_interval=5", "wandb.enabled=false")
+    arguments = ("train.steps=1000000", "checkpoint.save_interval=5")
     made = sbatch(cluster, root, *arguments, options=("--nodes=2",))
     yield made
     cluster.run("scancel", made.job)

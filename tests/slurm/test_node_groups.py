@@ -37,7 +37,7 @@ def test_trainers_and_engines_on_their_own_kinds_of_nodes_through_every_requeue(
 ) -> None:
     run = launch(
         cluster, root, 3, "placement.mode=split", "placement.trainer_devices=1", "train.steps=1000",
-        "checkpoint.save_interval=1", "wandb.enabled=false", "slurm.partition=trainers",
+        "checkpoint.save_interval=1", "slurm.partition=trainers",
         "slurm.node_groups=[{nodes: 2, partition: engines}]",
     )  # fmt: skip
     step = committed_in(run, 1)

@@ -12,6 +12,7 @@ from orhpc.launch.slurm.ledger import Reason
 from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, can_limit_memory, leave_out
 from tests.slurm.kit import (
+    WANDB,
     JobRun,
     assert_back,
     assert_nothing_left,
@@ -26,7 +27,7 @@ _MB = 1 << 20
 
 
 def test_preemption_by_sigterm_alone_then_a_memory_limit(plain_cluster: Cluster, root: Path) -> None:
-    run = sbatch(plain_cluster, root, "train.steps=1000", "checkpoint.save_interval=1")
+    run = sbatch(plain_cluster, root, "train.steps=1000", "checkpoint.save_interval=1", WANDB)
     run.wait_step(1)
     preempt(plain_cluster)
     first = run.wait_outcome(1)
