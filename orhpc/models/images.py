@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from orhpc.errors import ModelError
 from orhpc.models.families import FAMILIES
+from orhpc.models.image_limits import least_max_pixels
 from orhpc.types import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -65,8 +66,7 @@ class ImageProcessor:
             raise ModelError(f"model.path: {folder}: no image processor: {reason}") from None
         self.merge = merge
         self.max_pixels = own if max_pixels is None else min(own, max_pixels)
-        # A small image is enlarged to at least the minimum, in whole patches, and must still fit.
-        least = 4 * max(self.min_pixels, self.factor**2)
+        least = least_max_pixels(self.min_pixels, self.factor)
         if self.max_pixels < least:
             raise ModelError(f"rollout.max_image_pixels: must be at least {least} for this model")
 

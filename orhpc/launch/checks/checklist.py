@@ -16,7 +16,7 @@ from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError, Orhpc
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import commit_space, fit, host_memory, internet, references, trackers
 from orhpc.launch.slurm import holder, submission
-from orhpc.models import chat_formats
+from orhpc.models import chat_formats, image_limits
 from orhpc.models.folders import is_hub_name, problem_of
 from orhpc.plan.placement import Node, local_node, plan
 
@@ -96,6 +96,8 @@ def _model(config: Config) -> str:
         raise ModelError(f"engine.speculative.draft_model: {draft}: no model folder, and not a hub name")
     if folder is None:
         return f"{path} is not here; it is fetched or built before the run"
+    if config.rollout.max_images and config.rollout.custom_agent is None:
+        image_limits.check_max_pixels(folder, config.rollout.max_image_pixels)
     if (problem := problem_of(folder)) is None:
         return f"{path} is complete in {folder}"
     if model.is_fetched(config):

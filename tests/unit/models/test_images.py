@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 from PIL import Image as Pil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from orhpc.config.files import load_config
 from orhpc.errors import ModelError
+from orhpc.launch.checks import checklist
 from orhpc.models import shape_of
+from orhpc.models.image_limits import check_max_pixels
 from orhpc.models.images import MAX_DECODED_PIXELS, ImageProcessor, fitting_size, sees_images
 from orhpc.types import PlacedImage
 from orhpc.wire.images import collapsed, expanded, rotary_positions
@@ -77,6 +81,31 @@ def test_fewer_pixels_are_allowed_by_a_setting(tmp_path: Path) -> None:
     assert ImageProcessor(folder, max_pixels=20_000).fitted(picture(280, 280)).tokens == 25
     with pytest.raises(ModelError, match="max_image_pixels: must be at least 3136"):
         ImageProcessor(folder, max_pixels=100)
+
+
+@pytest.mark.parametrize("name", sorted(SEEING))
+def test_too_few_pixels_are_refused_before_the_queue(tmp_path: Path, name: str) -> None:
+    processor = ImageProcessor(folder_of(tmp_path, name))
+    least = 4 * max(processor.min_pixels, processor.factor**2)
+    ImageProcessor(str(tmp_path), max_pixels=least)
+    check_max_pixels(tmp_path, least)
+    words = [f"model.path={tmp_path}", f"rollout.max_image_pixels={least - 1}"]
+    check = next(c for c in checklist.of_config(load_config("gpu-smollm2.yaml", words)) if c.name == "model")
+    with pytest.raises(ModelError, match=f"rollout.max_image_pixels: must be at least {least} for"):
+        check.run()
+
+
+@pytest.mark.parametrize("name", sorted(SEEING))
+def test_too_few_pixels_are_refused_of_what_is_here_of_a_hub_model(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "config.json"
+    vision = SEEING[name]["vision_config"] | {"spatial_merge_size": 2}
+    config.write_text(json.dumps(SEEING[name] | {"vision_config": vision}))
+    least = 4 * (2 * vision["patch_size"]) ** 2
+    check_max_pixels(tmp_path, least)
+    with pytest.raises(ModelError, match=f"rollout.max_image_pixels: must be at least {least} for"):
+        check_max_pixels(tmp_path, least - 1)
+    config.write_text(json.dumps(TINY["llama"]))
+    check_max_pixels(tmp_path, 1)
 
 
 def bomb() -> bytes:
