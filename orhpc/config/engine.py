@@ -109,7 +109,8 @@ class EngineSettings(Section):
     """Speculative decoding: a mapping with ``algorithm`` and, optionally, ``draft_model``, ``num_steps``,
     ``eagle_topk`` and ``num_draft_tokens``. Null: off."""
     threads: Positive | None = None
-    """CPU threads per engine. Null: an equal share of the machine's."""
+    """CPU threads per engine, of SGLang per rank. Null: one per rank of SGLang, and an equal share of the
+    machine's for an engine on the CPU."""
     start_timeout_s: Seconds = 1800.0
     """Timeout for the start of the engines, in seconds."""
     request_timeout_s: Seconds = 1800.0

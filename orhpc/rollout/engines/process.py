@@ -365,6 +365,9 @@ def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
     if config.placement.device == "cpu":
         return environment
     environment[VARIABLE] = visible_devices(part.devices, environment)
+    # Ray sets one thread, but not where the job's environment sets the variable, often to all CPUs of a task.
+    # Then each rank would write the routes of every decoding step, a small array, with as many threads.
+    environment["OMP_NUM_THREADS"] = str(config.engine.threads or 1)
     # Both ends of a weight broadcast must use the same value; SGLang sets it in its schedulers.
     environment["NCCL_CUMEM_ENABLE"] = "0"
     # Health checks also run while an engine sleeps, when it could not generate a token.

@@ -73,9 +73,13 @@ def test_only_engines_on_shared_devices_release_their_memory() -> None:
 
 
 def test_a_server_has_the_right_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    def given(**model: str) -> dict[str, str]:
-        environments = {"a/b": {"serve": "letters"}}
-        config = Config.model_validate({"model": model, "environments": environments})
+    def given(threads: int | None = None, **model: str) -> dict[str, str]:
+        content = {
+            "model": model,
+            "environments": {"a/b": {"serve": "letters"}},
+            "engine": {"threads": threads},
+        }
+        config = Config.model_validate(content)
         return server_environment(config, EnginePart(devices=(2,)))
 
     dumps, wanted = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"
@@ -91,5 +95,8 @@ def test_a_server_has_the_right_environment_variables(monkeypatch: pytest.Monkey
     assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")  # the user's own value is kept
     assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "tf32x3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")  # the job's, for its trainers
+    assert given()["OMP_NUM_THREADS"] == "1"
+    assert given(threads=8)["OMP_NUM_THREADS"] == "8"
     monkeypatch.setenv(wanted, "1")  # then SGLang waits for crash dumps
     assert dumps not in given()
