@@ -87,9 +87,9 @@ def settings() -> str:
         "names and values that do not fit are refused.\n",
     ]
     top = [(n, f) for n, f in Config.model_fields.items() if not isinstance(default_of(f), BaseModel)]
-    plain = [(name, field) for name, field in top if name != "environments"]
+    plain, about = [(name, field) for name, field in top if name != "environments"], descriptions(Config)
     parts.append("## Outside sections\n")
-    parts += [_setting(name, field, descriptions(Config).get(name)) for name, field in plain]
+    parts += [_setting(name, field, about.get(name)) for name, field in plain]
     for name, field in Config.model_fields.items():
         default = default_of(field)
         if isinstance(default, BaseModel):

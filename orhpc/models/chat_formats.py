@@ -7,12 +7,12 @@ model folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orhpc.errors import ModelError
+from orhpc.models.folders import read_object
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -78,7 +78,7 @@ def has_template(folder: Path) -> bool:
     """Whether a tokenizer's files contain a chat template, as transformers saves it."""
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    return bool(_read(folder / "tokenizer_config.json").get("chat_template"))
+    return bool(read_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def added_tokens(folder: Path) -> set[str] | None:
@@ -87,19 +87,11 @@ def added_tokens(folder: Path) -> set[str] | None:
     Formats: ``tokenizer.json`` of huggingface.co/docs/tokenizers, and transformers' ``added_tokens_decoder``
     of ``tokenizer_config.json`` and ``added_tokens.json``.
     """
-    whole = _read(folder / "tokenizer.json")
-    settings = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    whole = read_object(folder / "tokenizer.json")
+    settings = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder")
     listed = whole.get("added_tokens")
     entries: list[Any] = list(listed) if isinstance(listed, list) else []
     entries += list(settings.values()) if isinstance(settings, dict) else []
     found = {str(entry["content"]) for entry in entries if isinstance(entry, dict) and "content" in entry}
-    found |= set(_read(folder / "added_tokens.json"))
+    found |= set(read_object(folder / "added_tokens.json"))
     return found if whole or found else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a damaged file is reported when the tokenizer is loaded
-        return {}
-    return content if isinstance(content, dict) else {}

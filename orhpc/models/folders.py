@@ -112,6 +112,15 @@ def problem_of(folder: Path) -> str | None:
     return None
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """Return a JSON object; empty if there is none, because what is damaged is reported by who needs it."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def tensor_names(folder: Path) -> frozenset[str]:
     """Names of the tensors in a folder's safetensors files; empty if they cannot be read."""
     names: set[str] = set()

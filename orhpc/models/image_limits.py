@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from orhpc.errors import ModelError
 from orhpc.models.families import FAMILIES
+from orhpc.models.folders import read_object
 
 
 def least_max_pixels(min_pixels: int, factor: int) -> int:
@@ -26,23 +25,22 @@ def check_max_pixels(folder: Path, max_pixels: int) -> None:
     """Check ``rollout.max_image_pixels`` for the model of a folder, if that sees images.
 
     A folder of which only ``config.json`` has been fetched has no minimum of its processor yet, only the size
-    of patches.  What the files do not say is left to the job, which loads the processor itself.
+    of patches; the job loads the processor itself.
 
     Raises:
-        ModelError: no image would fit.
+        ModelError: no image would fit, or a size is no number.
     """
-    config = _read(folder / "config.json")
+    config, processor = read_object(folder / "config.json"), read_object(folder / "preprocessor_config.json")
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or family.vision is None:
         return
-    vision, processor = config.get("vision_config", {}), _read(folder / "preprocessor_config.json")
-    patch = processor.get("patch_size", vision.get("patch_size", 0))
-    merge = processor.get("merge_size", vision.get("spatial_merge_size", 0))
-    size = processor.get("size") or {}
-    least = least_max_pixels(processor.get("min_pixels") or size.get("shortest_edge", 0), patch * merge)
+    tower = {**family.vision.defaults, **(config.get("vision_config") or {})}
+    patch = processor.get("patch_size", tower["patch_size"])
+    merge = processor.get("merge_size", tower["spatial_merge_size"])
+    smallest = processor.get("min_pixels") or (processor.get("size") or {}).get("shortest_edge", 0)
+    try:
+        least = least_max_pixels(smallest, patch * merge)
+    except TypeError as error:
+        raise ModelError(f"model.path: {folder}: sizes of patches are invalid: {error}") from None
     if max_pixels < least:
         raise ModelError(f"rollout.max_image_pixels: must be at least {least} for this model")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -165,7 +165,9 @@ class Uploader:
     def _open(self) -> Any:
         with self._opening:
             if self._client is None:
-                os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
+                import orhpc.process.lean_openreward  # noqa: F401 - before openreward
+
+                # isort: split
                 from openreward import OpenReward
                 from openreward.models import RunInfo
 

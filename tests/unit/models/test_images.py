@@ -98,12 +98,14 @@ def test_too_few_pixels_are_refused_before_the_queue(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", sorted(SEEING))
 def test_too_few_pixels_are_refused_of_what_is_here_of_a_hub_model(tmp_path: Path, name: str) -> None:
     config = tmp_path / "config.json"
-    vision = SEEING[name]["vision_config"] | {"spatial_merge_size": 2}
-    config.write_text(json.dumps(SEEING[name] | {"vision_config": vision}))
-    least = 4 * (2 * vision["patch_size"]) ** 2
+    config.write_text(json.dumps(SEEING[name]))
+    least = 4 * (2 * SEEING[name]["vision_config"]["patch_size"]) ** 2
     check_max_pixels(tmp_path, least)
     with pytest.raises(ModelError, match=f"rollout.max_image_pixels: must be at least {least} for"):
         check_max_pixels(tmp_path, least - 1)
+    config.write_text(json.dumps(SEEING[name] | {"vision_config": {"patch_size": "large"}}))
+    with pytest.raises(ModelError, match="sizes of patches are invalid"):
+        check_max_pixels(tmp_path, least)
     config.write_text(json.dumps(TINY["llama"]))
     check_max_pixels(tmp_path, 1)
 

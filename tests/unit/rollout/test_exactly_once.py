@@ -232,7 +232,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     return trained_lengths(tmp_path_factory.mktemp("undisturbed"), Faults(1))
 
 
-def chance_of_difference(sample: list[int], other: list[int], *, one_sided: bool = False) -> float:
+def p_value(sample: list[int], other: list[int], *, one_sided: bool = False) -> float:
     """Return the p-value of the two-sample Kolmogorov-Smirnov test for large samples.
 
     ``one_sided``: against values of ``sample`` that are smaller (J. L. Hodges, The significance probability
@@ -266,7 +266,7 @@ def test_lengths_of_an_interrupted_run_are_those_of_an_undisturbed_one(
     faults = Faults(2, killed=0.05, worker_lost=0.002, failed=0.02, unbuffered=0.1, older_commit=0.3)
     interrupted = trained_lengths(tmp_path, faults, **changes)
     # Most groups are the same in both, so the distributions differ less than those of independent samples.
-    assert chance_of_difference(interrupted, undisturbed) > 0.5
+    assert p_value(interrupted, undisturbed) > 0.5
 
 
 @pytest.mark.slow
@@ -274,4 +274,4 @@ def test_the_comparison_of_lengths_notices_a_preference_for_short_ones(
     tmp_path: Path, undisturbed: list[int]
 ) -> None:
     biased = trained_lengths(tmp_path, Faults(2), max_staleness=2, stale_tokens="regenerate")
-    assert chance_of_difference(biased, undisturbed, one_sided=True) < 0.02
+    assert p_value(biased, undisturbed, one_sided=True) < 0.02
