@@ -86,19 +86,27 @@ def allocating(device: torch.device, allocate: Callable[[], None]) -> threading.
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:
-    """Allocate a pinned buffer of exactly this size; torch rounds its own up to a power of two.
-
-    All threads touch it first, in pages of 2 MiB where the kernel supports them: locking untouched memory
-    takes a minute.
-    """
+    """Allocate a pinned buffer of exactly this size; torch rounds its own up to a power of two."""
     if device.type != "cuda":
         return torch.empty(size, dtype=torch.uint8)
-    room = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        room.madvise(mmap.MADV_HUGEPAGE)
-    host = torch.frombuffer(room, dtype=torch.uint8).zero_()
+    host = touched(size)
     pin(host, device)
     return host
+
+
+def touched(size: int) -> Tensor:
+    """Allocate host memory and let all threads write to it: uint8 zeros ``[size]``.
+
+    Locking untouched memory takes a minute.  The mapping is private, because most kernels have no huge pages
+    for shared memory, which takes seven times as long to touch and longer to free.  A forked process does
+    not get it: the next write to a private page that a fork shares goes to a copy of it, while the device
+    would still use the old page.
+    """
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8).zero_()
 
 
 def pin(host: Tensor, device: torch.device) -> None:

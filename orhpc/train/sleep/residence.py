@@ -273,8 +273,9 @@ class OffloadManager:
             return
         self._wait_for_readers()
         self.settle()
-        others = stale if background else self._copy_small(stale, pack_to_host)
-        self._copy([(host, device) for device, host in self._runs(others)], background=background)
+        small, large = ([], stale) if background else _by_size(stale)
+        self._copy([(host, device) for device, host in self._runs(large)], background=background)
+        self._copy_packed(small, pack_to_host)
         for block in stale:
             block.current = True
 
@@ -284,23 +285,19 @@ class OffloadManager:
             done()
 
     def _copy_up(self, blocks: Iterable[_Block], *, background: bool = False) -> None:
-        if not background:
-            blocks = self._copy_small(blocks, unpack_from_host)
-        self._copy(list(self._runs(blocks)), background=background)
+        small, large = ([], list(blocks)) if background else _by_size(blocks)
+        self._copy(list(self._runs(large)), background=background)
+        self._copy_packed(small, unpack_from_host)
 
-    def _copy_small(
+    def _copy_packed(
         self, blocks: Iterable[_Block], copy: Callable[[Tensor, list[Tensor], list[int]], None]
-    ) -> list[_Block]:
-        """Copy the small blocks in packs; return the others."""
-        small, large = [], []
-        for block in blocks:
-            (small if block.size <= _SMALL else large).append(block)
-        for pack in _packs(small):
+    ) -> None:
+        """Copy small blocks in packs.  Call it after the large copies, which run while packs are prepared."""
+        for pack in _packs(blocks):
             first = pack[0].place
             host = self._host[first : pack[-1].place + pack[-1].size]
             parts = [torch.empty(0, dtype=torch.uint8, device=self._device).set_(b.storage) for b in pack]
             copy(host, parts, [block.place - first for block in pack])
-        return large
 
     def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, background: bool) -> None:
         if background:
@@ -353,6 +350,14 @@ class OffloadManager:
 
 def _order(storage: torch.UntypedStorage) -> tuple[bool, int]:
     return storage.nbytes() > _SMALL, storage.data_ptr()
+
+
+def _by_size(blocks: Iterable[_Block]) -> tuple[list[_Block], list[_Block]]:
+    """Return the small blocks and the large ones."""
+    small, large = [], []
+    for block in blocks:
+        (small if block.size <= _SMALL else large).append(block)
+    return small, large
 
 
 def _packs(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:

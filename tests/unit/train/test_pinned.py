@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +70,21 @@ def test_a_cpu_needs_nothing_prepared() -> None:
     room = PinnedBuffer(torch.device("cpu"))
     room.prepare(1 << 50)
     assert room.take(10).numel() == 10
+
+
+def test_touched_memory_is_private_in_huge_pages_and_not_inherited() -> None:
+    host = pinned.touched(8 << 20)
+    assert host.numel() == 8 << 20
+    assert not host.any()
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    (own,) = [text for text in mappings if host.data_ptr() in _addresses(text)]
+    assert own.split(maxsplit=2)[1].endswith("p"), own  # private
+    flags = own.rsplit("VmFlags:", 1)[1].split()
+    assert "dc" in flags, own  # not copied by a fork
+    if Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        assert "hg" in flags, own  # huge pages are requested
+
+
+def _addresses(mapping: str) -> range:
+    first, _, end = mapping.split(maxsplit=1)[0].partition("-")
+    return range(int(first, 16), int(end, 16))
