@@ -74,7 +74,9 @@ def wait_until(
 class Cluster:
     """The running cluster; use :func:`running_cluster`."""
 
-    def __init__(self, root: Path, *, user_signal: bool = True, memory_limits: bool = False) -> None:
+    def __init__(
+        self, root: Path, *, user_signal: bool = True, memory_limits: bool = False, expedited: bool = False
+    ) -> None:
         self.root = root
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._nodes: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
@@ -85,9 +87,10 @@ class Cluster:
         }
         self.shared = root / "shared"
         """A folder that all nodes share."""
-        self._write(user_signal, memory_limits)
+        chosen = {"preempt_send_user_signal": user_signal, "enable_expedited_requeue": expedited}
+        self._write([name for name, wanted in chosen.items() if wanted], memory_limits)
 
-    def _write(self, user_signal: bool, memory_limits: bool) -> None:
+    def _write(self, parameters: list[str], memory_limits: bool) -> None:
         for name in ("state", "spool", "log", "dev", "shared", *(f"tmp/n{i}" for i in range(NODES))):
             (self.root / name).mkdir(parents=True)
         for i in range(NODES):
@@ -97,7 +100,7 @@ class Cluster:
         host = socket.gethostname().partition(".")[0]
         conf = CONF.format(
             root=self.root, host=host, net=NET, last=NODES - 1,
-            user_signal="SlurmctldParameters=preempt_send_user_signal" if user_signal else "",
+            parameters=f"SlurmctldParameters={','.join(parameters)}" if parameters else "",
             proctrack="proctrack/cgroup" if _cgroup_v1() else "proctrack/linuxproc",
             task="task/cgroup" if memory_limits else "task/none",
         )  # fmt: skip

@@ -32,7 +32,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-{user_signal}
+{parameters}
 JobRequeue=1
 KillWait=30
 SlurmdTimeout=15

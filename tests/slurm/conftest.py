@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from orhpc.launch.slurm.features import SINCE, parse_version
 from tests.slurm.cluster import Cluster, can_limit_memory, leave_out, missing, running_cluster
 
 
@@ -37,10 +39,21 @@ def plain_cluster() -> Iterator[Cluster]:
     yield from _cluster(user_signal=False, memory_limits=can_limit_memory())
 
 
+@pytest.fixture(scope="module")
+def expediting_cluster() -> Iterator[Cluster]:
+    """A cluster that requeues jobs ahead of the queue after a node failure."""
+    if problem := missing():
+        leave_out(f"tests/slurm needs a cluster: {problem}")
+    answer = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+    if (parse_version(answer) or SINCE) < SINCE:
+        pytest.skip(f"needs SLURM 25.11 or newer, and this is {answer.strip()}: bash tests/slurm/newest.sh")
+    yield from _cluster(expedited=True)
+
+
 @pytest.fixture
 def root(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder for the test's runs that all nodes share; the test's jobs are ended after it."""
-    name = "cluster" if "cluster" in request.fixturenames else "plain_cluster"
+    (name,) = {"cluster", "plain_cluster", "expediting_cluster"}.intersection(request.fixturenames)
     cluster: Cluster = request.getfixturevalue(name)
     folder = cluster.shared / request.node.name
     folder.mkdir()

@@ -104,12 +104,12 @@ class JobRun:
 
     def output(self) -> str:
         """Output of the job's newest start."""
-        text = (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
-        return text.rsplit(f"attempt {self.run.newest_attempt()}, ", 1)[-1]
+        return self.whole_output().rsplit(f"attempt {self.run.newest_attempt()}, ", 1)[-1]
 
     def whole_output(self) -> str:
-        """Output of all starts of the job."""
-        return (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
+        """Output of all starts of the job: one file, or from SLURM 25.11 on one for each start."""
+        files = [*self.run.path.glob(f"slurm-{self.job}.out"), *self.run.path.glob(f"slurm-{self.job}-*.out")]
+        return "".join(f.read_text(errors="replace") for f in sorted(files, key=lambda f: f.stat().st_mtime))
 
     def signal_batch(self, name: str) -> None:
         """Send a signal to the batch shell, as SLURM itself does."""

@@ -19,6 +19,8 @@ from tests.slurm.kit import JobRun, assert_nothing_left, orhpc, preempt, sbatch
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 REPEATED_S = 75.0
 """Seconds; slurmctld repeats an unanswered message after 60 s plus its timeout."""
+NOTICED_S = 300.0
+"""Seconds; SLURM 26.05's srun waits for an absent controller until the batch script kills it, after 120 s."""
 
 
 def test_two_nodes_through_late_signals_and_an_absent_controller(cluster: Cluster, root: Path) -> None:
@@ -70,7 +72,9 @@ def controller_away_while_drivers_are_killed(run: JobRun) -> None:
         killed: set[int] = set()
         for _ in range(1 + policy_of(DriverKilled).budget):
             killed.add(kill_driver(run, killed))
-        wait_until(lambda: "controller does not answer" in run.output(), 150, "the wait", run.whole_output)
+        wait_until(
+            lambda: "controller does not answer" in run.output(), NOTICED_S, "the wait", run.whole_output
+        )
         time.sleep(5)
     finally:
         run.cluster.start_controller()

@@ -14,7 +14,8 @@ from orhpc.config import Config
 from orhpc.errors import PreflightError
 from orhpc.launch.slurm import scheduler
 
-_SINCE = (25, 11)
+SINCE = (25, 11)
+"""The first release that has both."""
 _ALLOWED = "enable_expedited_requeue"
 
 
@@ -26,6 +27,11 @@ def version() -> tuple[int, int] | None:
         answer = scheduler.query("sbatch", "--version").stdout
     except PreflightError:
         return None
+    return parse_version(answer)
+
+
+def parse_version(answer: str) -> tuple[int, int] | None:
+    """Release in what SLURM's programs print as their version, such as ``slurm 25.11.2``; None if absent."""
     found = re.match(r"slurm\S* (\d+)\.(\d+)", answer)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -33,7 +39,7 @@ def version() -> tuple[int, int] | None:
 def output_name() -> str:
     """sbatch's pattern for a job's output: a file per start where SLURM can count them, else one per job."""
     found = version()
-    return "slurm-%j-%r.out" if found is not None and found >= _SINCE else "slurm-%j.out"
+    return "slurm-%j-%r.out" if found is not None and found >= SINCE else "slurm-%j.out"
 
 
 def requeue_options(config: Config, say: Callable[[str], object]) -> list[str]:
@@ -51,8 +57,8 @@ def _why_not() -> str | None:
     found = version()
     if found is None:
         return "the release of SLURM is not known here"
-    if found < _SINCE:
-        return f"needs SLURM {_SINCE[0]}.{_SINCE[1]}, and this is {found[0]}.{found[1]:02d}"
+    if found < SINCE:
+        return f"needs SLURM {SINCE[0]}.{SINCE[1]}, and this is {found[0]}.{found[1]:02d}"
     try:
         answer = scheduler.query("scontrol", "show", "config")
     except PreflightError as error:
