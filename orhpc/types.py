@@ -99,6 +99,9 @@ class Generation:
     routes_start: int = 0
     """Context position of the first row of ``routes``."""
 
+    off_policy: str | None = None
+    """How a user's function sampled it otherwise than the run's rollouts; such tokens cannot be trained."""
+
 
 @dataclass(frozen=True, slots=True)
 class Image:

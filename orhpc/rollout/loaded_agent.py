@@ -26,6 +26,7 @@ from orhpc.rollout.agent_result import checked_rollout
 from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.functions import load_function
 from orhpc.rollout.images import ImageReader
+from orhpc.rollout.sampling_policy import noting_differences
 from orhpc.rollout.slime import SlimeReward, is_for_slime, load_generate, load_reward
 from orhpc.rollout.transcript import RolloutRequest
 from orhpc.rollout.turn_sampling import turn_seed
@@ -64,6 +65,8 @@ class Agent:
         Raises the same errors as :func:`run_rollout`, and UserCodeError for what a user's function returns.
         """
         settings = self.config.environments[request.task.environment]
+        if self.function is not run_rollout and not request.evaluation:
+            generate = noting_differences(generate, request.sampling)
         context = AgentContext(
             environment=environment,
             settings=settings,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orhpc.errors import EngineUnavailable, MalformedToolCall, OrhpcError
+from orhpc.errors import EngineUnavailable, MalformedToolCall, OrhpcError, UserCodeError
 from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.environment.tools import IMAGE_MARK, ToolResult
 from orhpc.rollout.images import described
@@ -92,8 +92,16 @@ class RolloutBuilder:
         self.tokens.extend(array("i", ids))  # faster than item by item
 
     def add_sampled(self, generation: Generation, *, limit: int, first: bool) -> None:
-        """Append sampled ids to a new turn or, after an abort, to the current one."""
+        """Append sampled ids to a new turn or, after an abort, to the current one.
+
+        Raises UserCodeError if they were sampled from another distribution than the run's.
+        """
         ids = generation.tokens_N
+        if generation.off_policy is not None:
+            raise UserCodeError(
+                f"rollout.custom_agent: tokens were sampled with {generation.off_policy}; set it in the "
+                "config (rollout), or add them as context"
+            )
         if len(ids) > limit:
             raise EngineUnavailable(
                 f"an engine sampled {len(ids)} tokens, but at most {limit} were requested"

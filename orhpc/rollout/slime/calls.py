@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orhpc.errors import OrhpcError, UserCodeError
+from orhpc.rollout.sampling_policy import PARAMETERS, difference
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rollout.turn_sampling import sample_turn
 from orhpc.types import FinishReason, Generation, Sampling
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from orhpc.rollout.agent import AgentContext
 
 _active: ContextVar[Calls] = ContextVar("calls of the rollout")
-_POLICY = ("temperature", "top_p", "top_k", "min_p")
-"""Sampling parameters that determine the policy, and therefore the log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +116,22 @@ class Calls:
 
     def _sampling(self, parameters: Mapping[str, Any]) -> Sampling:
         own = self.context.sampling
-        for name in _POLICY:
-            value = parameters.get(name)
-            if value is not None and value != getattr(own, name) and not self.context.evaluation:
-                raise UserCodeError(
-                    f"{self.name}: sampling_params[{name!r}] is {value}, but rollouts are sampled with "
-                    f"{getattr(own, name)}, which the trainer assumes; set rollout.{name}"
-                )
         if parameters.get("stop"):
             raise UserCodeError(
                 f"{self.name}: sampling_params['stop'] is not supported; use stop_token_ids or cut the tokens"
             )
-        changed = {name: parameters[name] for name in _POLICY if parameters.get(name) is not None}
+        changed = {name: parameters[name] for name in PARAMETERS if parameters.get(name) is not None}
         most = parameters.get("max_new_tokens")
-        return replace(
+        sampling = replace(
             own,
             **changed,
             max_new_tokens=own.max_new_tokens if most is None else int(most),
             stop_token_ids=(*own.stop_token_ids, *(parameters.get("stop_token_ids") or ())),
         )
+        found = difference(sampling, own)
+        if found is not None and not self.context.evaluation:
+            raise UserCodeError(f"{self.name}: sampling_params: {found}; set it in the config (rollout)")
+        return sampling
 
     def _ids(self, text: str) -> list[int]:
         """Ids of a text; what was sent or sampled before is not tokenized again."""

@@ -83,6 +83,20 @@ async def promptless_agent(context: Any, request: Any) -> Rollout:
     return rollout
 
 
+async def cold_agent(context: AgentContext, request: RolloutRequest) -> Rollout:
+    """An agent function that samples at a temperature that is not the run's."""
+    colder = replace(context.sampling, temperature=0.6)
+    return await run_rollout(replace(context, sampling=colder), request)
+
+
+async def judged_agent(context: AgentContext, request: RolloutRequest) -> Rollout:
+    """An agent function that asks for a greedy opinion, which is in no rollout, and samples less."""
+    greedy = replace(context.sampling, temperature=0.0)
+    await context.generate([1], greedy, rid="opinion", affinity=request.id, routes_start=None)
+    brief = replace(context.sampling, max_new_tokens=40, stop_token_ids=(7,))
+    return await run_rollout(replace(context, sampling=brief), request)
+
+
 def group(seed: int = 5) -> GroupRequest:
     return GroupRequest(9, Task("room", "train", 0), 2, Sampling(max_new_tokens=50), seed)
 
@@ -124,6 +138,20 @@ def test_tokens_that_an_agent_function_did_not_sample_are_the_users_error(model_
     with pytest.raises(UserCodeError, match="first token is sampled, without a prompt"):
         _answer(model_dir, "promptless_agent")
     assert _answer(model_dir, "own_agent").error == "made by own_agent"
+
+
+def test_an_agent_function_cannot_train_on_tokens_of_another_temperature(model_dir: str) -> None:
+    with pytest.raises(UserCodeError, match=r"temperature 0\.6, but rollouts are sampled with 1\.0"):
+        _answer(model_dir, "cold_agent")
+
+    async def answer(name: str, asked: GroupRequest) -> Rollout:
+        agent = load_agent(config_of(custom_agent=f"{__name__}:{name}"), model_dir)
+        policy: Any = Policy(agent.chat, ["One.", "Two."])
+        return await agent.run(asked, 0, environment=Room(answers={"add": []}), generate=policy)  # type: ignore[arg-type]
+
+    # An evaluation is not trained on, and neither is what is not added to the rollout.
+    assert asyncio.run(answer("cold_agent", replace(group(), evaluation=True))).turns
+    assert asyncio.run(answer("judged_agent", group())).turns
 
 
 def test_the_limits_of_an_environment_override_those_of_the_run(model_dir: str) -> None:
