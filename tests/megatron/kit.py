@@ -76,6 +76,9 @@ MODELS: dict[str, dict[str, Any]] = {
     name: content | _CHANGED.get(name, {}) | {"pad_token_id": None}
     for name, content in (TINY | {"llama4-one-chunk": TINY["llama4"]}).items()
 }
+DEEP = "qwen3-moe-with-four-layers"
+MODELS[DEEP] = MODELS["qwen3-moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
+"""With a layer for each chunk of two virtual stages."""
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,12 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.weights.expert_blocks import ExpertBlocks, blocks_of_engines
 from orhpc.train.weights.fp8 import SCALE, make_quantizer
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
-from tests.megatron.kit import MODELS, Case, case_config, save_model
+from tests.megatron.kit import DEEP, Case, case_config, save_model
 from tests.trainer_kit import run_each
 from tests.update_engine import KEY, UpdateEngine, update_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DEEP = "qwen3-moe-with-four-layers"
-MODELS[DEEP] = MODELS["qwen3-moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
-"""With a layer for each chunk of two virtual stages."""
 EXPERTS = 8
 BUCKET_BYTES = 20_000
 """Less than a layer's experts, so that buckets begin and end within a layer."""

@@ -13,7 +13,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
-from tests.megatron.kit import MODELS, Case, _gradients, batches_of, case_config, planned, save_model
+from tests.megatron.kit import DEEP, MODELS, Case, _gradients, batches_of, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_each, with_routes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -25,9 +25,6 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"ep": 2, "recompute": "selective"}, SELECTIVE),
     ({"tp": 2, "ep": 2}, {}),
 ]
-DEEP = "qwen3-moe-deep"
-MODELS[DEEP] = MODELS["qwen3-moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
-"""With a layer for each chunk of two virtual stages."""
 FAMILIES = ["qwen3-moe", "deepseek-v3", DEEP]
 CASES = [
     Case(family, layout | more, train, dtype="bfloat16")

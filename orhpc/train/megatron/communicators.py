@@ -3,9 +3,6 @@
 NCCL allocates buffers when a group, or a kind of collective in it, is first used: in the middle of the first
 update, where torch's allocator may hold all memory that is left.  NCCL then fails with "Failed to CUDA
 calloc", because torch does not give back its cache for it.
-
-Interleaved pipeline stages (``megatron.vpp`` > 1) send to each neighbor through a communicator of the two,
-which torch opens in the first update; these are not opened here.
 """
 
 from __future__ import annotations
@@ -16,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -40,16 +39,27 @@ def _exchange(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
     dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
 
+def _send_to_neighbors(_whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    """Send to both neighbors and receive from them, as interleaved pipeline stages do.
+
+    Each pair of ranks has a communicator of its own for it, which torch opens at its first use.
+    """
+    neighbors = P2PCommunicator(group, ModelParallelConfig(pipeline_dtype=part.dtype, batch_p2p_comm=False))
+    neighbors.send_forward_recv_forward(part, recv_prev=True, tensor_shape=part.shape)
+    neighbors.send_backward_recv_backward(part, recv_next=True, tensor_shape=part.shape)
+
+
 Way = Callable[[Tensor, Tensor, ProcessGroup], None]
 
 
-def open_communicators(device: torch.device, elements: int = _ELEMENTS) -> int:
+def open_communicators(device: torch.device, elements: int = _ELEMENTS, *, interleaved: bool = False) -> int:
     """Use every group of the trainer once in each way that a step uses it (collective).
 
-    Returns the number of groups.  Groups of one rank have no communicator.
+    ``interleaved``: whether ranks have several pipeline stages (``megatron.vpp`` > 1).  Returns the number of
+    groups.  Groups of one rank have no communicator.
     """
     opened = 0
-    for group, ways in _uses():
+    for group, ways in _uses(interleaved):
         ranks = dist.get_world_size(group)
         part = torch.zeros(max(2, elements // ranks), device=device)
         whole = torch.zeros(ranks * len(part), device=device)
@@ -62,9 +72,10 @@ def open_communicators(device: torch.device, elements: int = _ELEMENTS) -> int:
     return opened
 
 
-def _uses() -> Iterator[tuple[ProcessGroup, tuple[Way, ...]]]:
+def _uses(interleaved: bool) -> Iterator[tuple[ProcessGroup, tuple[Way, ...]]]:
     """Yield this rank's groups of more than one rank and their uses, in the same order on all ranks."""
     state: Any = parallel_state
+    between_stages: tuple[Way, ...] = (_exchange, _send_to_neighbors) if interleaved else (_exchange,)
     found: list[tuple[Any, tuple[Way, ...]]] = [
         (state.get_tensor_model_parallel_group(), (_reduce, _gather, _scatter)),
         (state.get_context_parallel_group(), (_reduce, _gather, _scatter, _exchange)),
@@ -73,7 +84,7 @@ def _uses() -> Iterator[tuple[ProcessGroup, tuple[Way, ...]]]:
         (state.get_expert_tensor_parallel_group(), (_reduce, _gather, _scatter)),
         (state.get_expert_tensor_and_model_parallel_group(), (_gather,)),  # tokens of each expert
         (state.get_expert_data_parallel_group(), (_reduce, _gather, _scatter)),
-        (state.get_pipeline_model_parallel_group(), (_exchange,)),  # sends between stages
+        (state.get_pipeline_model_parallel_group(), between_stages),
         (state.get_model_parallel_group(), (_reduce,)),  # the gradient's norm
         (state.get_expert_tensor_model_pipeline_parallel_group(), (_reduce,)),
         (state.get_intra_distributed_optimizer_instance_group(), (_reduce,)),

@@ -66,7 +66,7 @@ def start_groups(config: Config) -> None:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
     if "cuda:nccl" in dist.get_backend_config():
-        open_communicators(torch.device("cuda", torch.cuda.current_device()))
+        open_communicators(torch.device("cuda", torch.cuda.current_device()), interleaved=m.vpp > 1)
 
 
 def leave_groups() -> None:
