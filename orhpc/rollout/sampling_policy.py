@@ -20,7 +20,8 @@ def difference(given: Sampling, of_run: Sampling) -> str | None:
     for name in PARAMETERS:
         value, own = getattr(given, name), getattr(of_run, name)
         if value != own:
-            return f"{name} {value}, but rollouts are sampled with {own}, which the trainer assumes"
+            setting = " (rollout.temperature)" if name == "temperature" else ""
+            return f"{name} {value}, but rollouts are sampled with {own}{setting}, which the trainer assumes"
     return None
 
 

@@ -99,8 +99,8 @@ class RolloutBuilder:
         ids = generation.tokens_N
         if generation.off_policy is not None:
             raise UserCodeError(
-                f"rollout.custom_agent: tokens were sampled with {generation.off_policy}; set it in the "
-                "config (rollout), or add them as context"
+                f"rollout.custom_agent: tokens were sampled with {generation.off_policy}; "
+                "what is not to be trained is added as context"
             )
         if len(ids) > limit:
             raise EngineUnavailable(

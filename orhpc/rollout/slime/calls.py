@@ -130,7 +130,7 @@ class Calls:
         )
         found = difference(sampling, own)
         if found is not None and not self.context.evaluation:
-            raise UserCodeError(f"{self.name}: sampling_params: {found}; set it in the config (rollout)")
+            raise UserCodeError(f"{self.name}: sampling_params: {found}")
         return sampling
 
     def _ids(self, text: str) -> list[int]:

@@ -141,7 +141,9 @@ def test_tokens_that_an_agent_function_did_not_sample_are_the_users_error(model_
 
 
 def test_an_agent_function_cannot_train_on_tokens_of_another_temperature(model_dir: str) -> None:
-    with pytest.raises(UserCodeError, match=r"temperature 0\.6, but rollouts are sampled with 1\.0"):
+    with pytest.raises(
+        UserCodeError, match=r"0\.6, but rollouts are sampled with 1\.0 \(rollout\.temperature\)"
+    ):
         _answer(model_dir, "cold_agent")
 
     async def answer(name: str, asked: GroupRequest) -> Rollout:
