@@ -49,8 +49,10 @@ class Standing:
     @classmethod
     def of(cls, rundir: RunDir) -> Standing:
         """Ask SLURM, or look for the process of ``--local``."""
-        if rundir.attempt_metadata(rundir.newest_attempt()).get("kind") == "local":
-            process = rundir.lock_holder()
+        kind = rundir.attempt_metadata(rundir.newest_attempt()).get("kind")
+        # An attempt that is just beginning has no description yet, but its process has the lock.
+        process = rundir.lock_holder() if kind in ("local", None) else None
+        if kind == "local" or (process is not None and not holder.known_jobs(rundir)):
             line = f"{process}: running" if process else _none_left(rundir, "process")
             return cls({}, line, ended=process is None)
         if not scheduler.available():

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from orhpc.commands.cli import main
+from orhpc.commands.jobs import Standing
 from orhpc.commands.log_lines import Level, Reader
 from orhpc.commands.logs import exit_code_of
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
+from orhpc.launch.slurm import scheduler
 from orhpc.plan.placement import EnginePlace, Node, Placement, TrainerPlace, WorkerPlace
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog
@@ -196,6 +198,17 @@ def test_a_followed_run_goes_on_with_the_next_attempt_and_ends_with_its_code(run
         log.close()
     assert process.wait(60) == EXIT_CONFIG
     assert process.stderr.read() == ""
+
+
+def test_a_run_whose_next_attempt_is_beginning_has_not_ended(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder exists, but not yet its description; SLURM is installed and knows no job of the run."""
+    monkeypatch.setattr(scheduler, "available", lambda: True)
+    with run.locked():
+        run.attempt(2).mkdir()
+        assert not Standing.of(run).ended
+    assert Standing.of(run).ended
 
 
 def test_the_exit_code_is_that_of_the_run(run: RunDir) -> None:
