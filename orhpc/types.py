@@ -99,7 +99,7 @@ class Generation:
     routes_start: int = 0
     """Context position of the first row of ``routes``."""
 
-    off_policy: str | None = None
+    sampling_difference: str | None = None
     """How a user's function sampled it otherwise than the run's rollouts; such tokens cannot be trained."""
 
 

@@ -26,11 +26,11 @@ def difference(given: Sampling, of_run: Sampling) -> str | None:
 
 
 def noting_differences(generate: Generate, of_run: Sampling) -> Generate:
-    """Return ``generate`` such that a generation under another policy says so (``Generation.off_policy``)."""
+    """Return ``generate``, whose generations have their ``sampling_difference`` from the run's."""
 
     async def noted(prompt_ids: Sequence[int], sampling: Sampling, **more: Any) -> Generation:
         generation = await generate(prompt_ids, sampling, **more)
         found = difference(sampling, of_run)
-        return generation if found is None else replace(generation, off_policy=found)
+        return generation if found is None else replace(generation, sampling_difference=found)
 
     return noted

@@ -97,9 +97,9 @@ class RolloutBuilder:
         Raises UserCodeError if they were sampled from another distribution than the run's.
         """
         ids = generation.tokens_N
-        if generation.off_policy is not None:
+        if generation.sampling_difference is not None:
             raise UserCodeError(
-                f"rollout.custom_agent: tokens were sampled with {generation.off_policy}; "
+                f"rollout.custom_agent: tokens were sampled with {generation.sampling_difference}; "
                 "what is not to be trained is added as context"
             )
         if len(ids) > limit:

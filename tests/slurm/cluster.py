@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import pytest
 
+from orhpc.launch.slurm.features import parse_version
 from tests.slurm.cluster_files import CONF, INIT
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
@@ -50,6 +51,13 @@ def missing() -> str | None:
     failed = [t for t in trials if subprocess.run(t, capture_output=True, check=False).returncode]
     ip("link", "del", "orhpcv9", check=False)
     return f"not permitted: {' '.join(failed[0])}" if failed else None
+
+
+def release() -> tuple[int, int] | None:
+    """Release of this machine's slurmctld, such as (22, 5); None if it names none."""
+    return parse_version(
+        subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def leave_out(reason: str) -> NoReturn:

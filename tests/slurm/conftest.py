@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from orhpc.launch.slurm.features import SINCE, parse_version
-from tests.slurm.cluster import Cluster, can_limit_memory, leave_out, missing, running_cluster
+from orhpc.launch.slurm.features import SINCE
+from tests.slurm.cluster import Cluster, can_limit_memory, leave_out, missing, release, running_cluster
 
 
 def _cluster(**settings: bool) -> Iterator[Cluster]:
     if problem := missing():
         leave_out(f"tests/slurm needs a cluster: {problem}")
+    if settings.get("expedited") and (release() or SINCE) < SINCE:
+        pytest.skip("needs SLURM 25.11 or newer: bash tests/slurm/newest.sh")
     # A short path: Unix socket paths are limited to 107 characters.
     root = Path(tempfile.mkdtemp(prefix="orhpc-slurm-"))
     root.chmod(0o755)
@@ -42,11 +43,6 @@ def plain_cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def expediting_cluster() -> Iterator[Cluster]:
     """A cluster that requeues jobs ahead of the queue after a node failure."""
-    if problem := missing():
-        leave_out(f"tests/slurm needs a cluster: {problem}")
-    answer = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
-    if (parse_version(answer) or SINCE) < SINCE:
-        pytest.skip(f"needs SLURM 25.11 or newer, and this is {answer.strip()}: bash tests/slurm/newest.sh")
     yield from _cluster(expedited=True)
 
 

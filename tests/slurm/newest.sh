@@ -31,9 +31,10 @@ mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep 
 [ -x "$root/usr/sbin/slurmctld" ] || mmdebstrap --quiet --variant=minbase \
   --aptopt='Acquire::Check-Valid-Until "false"' \
   --include=slurm-wlm,munge,iproute2,procps,ca-certificates,libssl3,libffi8,libbz2-1.0,liblzma5,libsqlite3-0 \
-  "$suite" "$root" "${mirror:-http://deb.debian.org/debian}"
+  "$suite" "$root" ${mirror:+"$mirror"}
 
-# The namespace's root has to be a mount of its own, because the test cluster enters its nodes by their namespaces.
+# nsenter, with which the test cluster enters its nodes, changes to the root of the namespace's mounts.  A chroot
+# would not do, so this Debian's files become that root.
 unshare --mount --propagation private bash -euc '
   repository=$PWD root=$1 python=$2
   shift 2

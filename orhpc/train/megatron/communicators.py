@@ -42,7 +42,7 @@ def _exchange(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
 def _send_to_neighbors(_whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
     """Send to both neighbors and receive from them, as interleaved pipeline stages do.
 
-    Each pair of ranks has a communicator of its own for it, which torch opens at its first use.
+    torch opens a communicator for each pair of ranks when they first do so.
     """
     neighbors = P2PCommunicator(group, ModelParallelConfig(pipeline_dtype=part.dtype, batch_p2p_comm=False))
     neighbors.send_forward_recv_forward(part, recv_prev=True, tensor_shape=part.shape)
