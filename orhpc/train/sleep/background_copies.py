@@ -11,6 +11,8 @@ from torch import Tensor
 
 PIECE_BYTES = 32 << 20
 """About a millisecond of bus time: the longest delay of another copy."""
+_PIECES = 64
+"""Pieces after which the device is waited for; twice as many are pending at most."""
 
 
 class BackgroundCopies:
@@ -19,8 +21,11 @@ class BackgroundCopies:
     A device has one copy engine per direction, shared by all streams: a small copy
     that the next kernel needs waits behind a large one.  Splitting the large copy does not help alone,
     because the engine stays with a stream as long as its next copy is ready; so a kernel runs between pieces.
-    Source: the traces in https://github.com/meta-pytorch/torchrec/pull/4315 and /4373.  A
-    thread enqueues the pieces, since CUDA blocks the caller after about a thousand pending operations.
+    Source: the traces in https://github.com/meta-pytorch/torchrec/pull/4315 and /4373.
+
+    CUDA blocks a thread that enqueues more than about a thousand operations, and meanwhile all other threads
+    launch kernels thirty times as slowly.  So the thread that enqueues the pieces waits for the device before
+    there are so many.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,6 +33,10 @@ class BackgroundCopies:
         self._stream: Any = None
         """Created on first use, because it takes memory."""
         self._between = torch.empty(0)
+        self._enqueued = 0
+        """Pieces so far."""
+        self._mark: Any = None
+        """Event after the last whole run of :data:`_PIECES`."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -83,7 +92,7 @@ class BackgroundCopies:
     def close(self) -> None:
         """Wait for all copies and free the device memory used between them."""
         self.settle()
-        self._stream, self._between = None, torch.empty(0)
+        self._stream, self._between, self._mark = None, torch.empty(0), None
 
     def _run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
@@ -98,6 +107,17 @@ class BackgroundCopies:
         for into, out_of in zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True):
             into.copy_(out_of, non_blocking=True)
             self._between.add_(1)
+            self._enqueued += 1
+            if self._enqueued % _PIECES == 0:
+                self._await_earlier()
+
+    def _await_earlier(self) -> None:
+        """Wait until only the last :data:`_PIECES` pieces are pending."""
+        mark = torch.cuda.Event(blocking=True)  # else the wait keeps a processor busy
+        mark.record(self._stream)
+        earlier, self._mark = self._mark, mark
+        if earlier is not None:
+            earlier.synchronize()
 
     def _join(self) -> None:
         if self._thread is not None:
