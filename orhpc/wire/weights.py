@@ -7,6 +7,7 @@ real SGLang server can join a group made here as well as the cpu engine.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import logging
 import pickle
@@ -190,7 +191,9 @@ def bucket_handle(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata
     """
     entries = [SimpleNamespace(**vars(m)) for m in metadata]
     buffer = io.BytesIO()
-    _HandlePickler(buffer, protocol=4).dump({"flattened_tensor": flat, "metadata": entries})
+    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler.dispatch_table = _HANDLE_REDUCERS
+    pickler.dump({"flattened_tensor": flat, "metadata": entries})
     return pybase64.b64encode(buffer.getbuffer()).decode("ascii")
 
 
@@ -198,21 +201,26 @@ _DEVICE = 6
 """Position of the device among the arguments of torch's ``rebuild_cuda_tensor``."""
 
 
-class _HandlePickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            rebuild, arguments = reductions.reduce_tensor(obj)
-            if obj.is_cuda:
-                uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
-                arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
-            return rebuild, arguments
-        if isinstance(obj, torch.storage.TypedStorage):
-            return reductions.reduce_typed_storage(obj)
-        if isinstance(obj, torch.UntypedStorage):
-            manager, handle, size = obj._share_filename_cpu_()
-            obj._shared_incref()
-            return reductions.rebuild_storage_filename, (type(obj), manager, handle, size)
-        return NotImplemented
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if tensor.is_cuda:
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+    return rebuild, arguments
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    manager, handle, size = storage._share_filename_cpu_()
+    storage._shared_incref()
+    return reductions.rebuild_storage_filename, (type(storage), manager, handle, size)
+
+
+_HANDLE_REDUCERS = copyreg.dispatch_table | {
+    torch.Tensor: _reduce_tensor,
+    torch.storage.TypedStorage: reductions.reduce_typed_storage,
+    torch.UntypedStorage: _reduce_storage,
+}
+"""A table instead of a method of the pickler, which would be called for each of thousands of metadata."""
 
 
 # --- serialized tensors ---------------------------------------------------------------------------

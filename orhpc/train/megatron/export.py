@@ -200,11 +200,13 @@ class Exporter:
         return torch.float32 if target.name.endswith("router.expert_bias") else self._dtype
 
     def _gathered(self, transfer: _Transfer) -> list[Tensor]:
-        """Return the whole tensors of a transfer."""
+        """Return the whole tensors of a transfer, which are this rank's own where every rank holds them."""
         if transfer.of_experts:
             group, ways = parallel_state.get_expert_tensor_parallel_group(), self._settings.etp
         else:
             group, ways = parallel_state.get_tensor_model_parallel_group(), self._settings.tp
+        if ways == self._settings.pp == 1 and transfer.owner.expert_rank is None:
+            return [self._held[name].detach().to(transfer.dtype) for name in transfer.names]
         size, dtype = sum(transfer.counts), transfer.dtype
         device = next(iter(self._held.values())).device if self._held else torch.device("cpu")
         flat = torch.empty(ways * size, dtype=dtype, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.source import WeightSource
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketSpec:
     """Tensors sent together, in this order; engines get this description beforehand."""
 
@@ -26,7 +27,7 @@ class BucketSpec:
     parameters: tuple[str, ...]
     """The trainer's names of the parameters that contain these tensors."""
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize

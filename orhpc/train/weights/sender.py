@@ -12,10 +12,11 @@ A rank holds two buckets (double buffering): while engines read one, the next is
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -34,11 +35,35 @@ from orhpc.train.memory_errors import exhausted_memory
 from orhpc.train.process_groups import bound, hosted_store, use_interface_towards
 from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.fp8 import Quantize
-from orhpc.wire.weights import bucket_handle, empty_bucket, shared_bucket
+from orhpc.wire.weights import NamedTensor, bucket_handle, empty_bucket, shared_bucket
 
 _COPIES = 256
 """Tensors copied by one call; their sources stay allocated until then."""
 _POLL_S = 0.0005
+
+
+class _Places:
+    """Where a bucket's tensors are in its bytes."""
+
+    def __init__(self, spec: BucketSpec) -> None:
+        self.metadata = metadata_of(spec)
+        self.index = {name: i for i, name in enumerate(spec.names)}
+        runs = itertools.groupby(self.metadata, key=lambda m: m.dtype)
+        self._runs = [(dtype, [m.numel // dtype.itemsize for m in run]) for dtype, run in runs]
+        """Consecutive tensors of one type: elements of each."""
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the tensors' elements in the bucket, each as a vector that :func:`_elements` fits.
+
+        Few calls: a bucket has hundreds of tensors, and each call costs as much as the copy of a small one.
+        """
+        found: list[Tensor] = []
+        start = 0
+        for dtype, counts in self._runs:
+            end = start + sum(counts) * dtype.itemsize
+            found += _elements(flat[start:end].view(dtype)).split(counts)
+            start = end
+        return found
 
 
 class BucketStage:
@@ -50,7 +75,7 @@ class BucketStage:
         self._quantize = quantize
         self._slots: list[Tensor | None] = [None] * SYNC_BUCKETS
         self._filled: list[BucketSpec | None] = [None] * SYNC_BUCKETS
-        self._metadata = {id(spec): metadata_of(spec) for spec in specs}
+        self._places = {id(spec): _Places(spec) for spec in specs}
         self._specs = specs  # so that no other gets an id of theirs
         self._largest = max(spec.nbytes for spec in specs)
         self.seconds = 0.0
@@ -58,6 +83,7 @@ class BucketStage:
         self.copy_seconds = 0.0
         """Of that: waiting for the device, after all has been enqueued."""
 
+    @torch.no_grad()
     def fill(self, turn: int, spec: BucketSpec, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Copy a bucket's tensors, in any order, into the slot of its turn: uint8 ``[bytes of the bucket]``.
 
@@ -90,31 +116,38 @@ class BucketStage:
         return slot
 
     def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[tuple[str, Tensor]]) -> None:
-        places = {m.name: m for m in self._places(spec)}
+        places = self._places_of(spec)
+        views, metadata, missing = places.views(flat), places.metadata, dict(places.index)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name, tensor in self._quantize((name, whole.to(self._device)) for name, whole in stream):
-            m = places.pop(name, None)
-            if m is None or m.shape != tensor.shape or m.dtype != tensor.dtype:
+        for name, tensor in self._quantize(self._on_device(stream)):
+            place = missing.pop(name, -1)
+            m = metadata[place]
+            if place < 0 or m.shape != tensor.shape or m.dtype != tensor.dtype:
                 raise WeightSyncFailed(f"{name} {tensor.dtype} {tuple(tensor.shape)} was not announced")
-            targets.append(flat[m.start_idx : m.end_idx])
-            sources.append(tensor.detach().contiguous().flatten().view(torch.uint8))
+            targets.append(views[place])
+            sources.append(_elements(tensor.reshape(-1)))
             if len(targets) >= _COPIES:
                 _copy(targets, sources)
                 targets, sources = [], []
         if targets:
             _copy(targets, sources)
-        if places:
-            raise WeightSyncFailed(f"{next(iter(places))} was announced but not exported")
+        if missing:
+            raise WeightSyncFailed(f"{next(iter(missing))} was announced but not exported")
+
+    def _on_device(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        kind = self._device.type
+        for name, tensor in stream:
+            yield name, tensor if tensor.device.type == kind else tensor.to(self._device)
 
     def handle(self, turn: int) -> str:
         """Return the memory handle of this turn's bucket, for an engine rank on the same device."""
         slot, spec = self._slots[turn % SYNC_BUCKETS], self._filled[turn % SYNC_BUCKETS]
         assert slot is not None and spec is not None, "fill comes first"
-        return bucket_handle(slot, self._places(spec))
+        return bucket_handle(slot, self._places_of(spec).metadata)
 
-    def _places(self, spec: BucketSpec) -> list[Any]:
-        return self._metadata.get(id(spec)) or metadata_of(spec)
+    def _places_of(self, spec: BucketSpec) -> _Places:
+        return self._places.get(id(spec)) or _Places(spec)
 
     def clear(self, *, keep_cached: bool) -> None:
         """Free the buckets' GPU memory.
@@ -139,6 +172,11 @@ def metadata_of(spec: BucketSpec) -> list[Any]:
     """Return the place of each tensor in the bucket's bytes."""
     dtypes = [getattr(torch, dtype) for dtype in spec.dtypes]
     return empty_bucket(zip(spec.names, dtypes, spec.shapes, strict=True))
+
+
+def _elements(vector: Tensor) -> Tensor:
+    """View types of one byte as integers: torch's copy of many tensors does not know all of them."""
+    return vector.view(torch.uint8) if vector.element_size() == 1 else vector
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
