@@ -2,7 +2,8 @@
 
 It consumes finished prompt groups and produces policy versions.  Each iteration waits for, in this order:
 the groups of the step (:meth:`orhpc.driver.runtime.Runtime.collect`), the trainers' update, the workers'
-record of the rollouts, the weight sync.  A commit is written while training continues.
+record of the rollouts, the weight sync.  Trainers on shared devices free their gradients while the rollouts
+are recorded.  A commit is written while training continues.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         metrics |= sharing | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
         metrics |= await run.copies.begin(runtime.trainers, state.step)
+        runtime.begin_release()
         # Record, publish, commit
         await saver.store(run.require_newest)
         await saver.store(lambda: asyncio.to_thread(run.ledger.write))

@@ -63,6 +63,16 @@ class Runtime:
     """The policy version that the engines serve."""
     _none_served_since: float | None = None
     """Since when the rollouts have waited for engines, of which none is up."""
+    _releasing: asyncio.Future[list[float]] | None = None
+    """Begun by :meth:`begin_release`, until the sync has waited for it."""
+
+    def begin_release(self) -> None:
+        """Let trainers that share devices with engines free the gradients; the next sync waits for it.
+
+        Then they copy their state to the host while other work goes on.
+        """
+        if self.engines is not None and self.engines.shared:
+            self._releasing = asyncio.ensure_future(self.trainers.all(TrainerRank.release_gradients))
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the engines; returns metrics such as ``sync_bytes``.
@@ -81,14 +91,10 @@ class Runtime:
         if continuing:
             await self.workers.pause()
         await self.engines.pause()
-        released: list[float] = []
-        if self.engines.shared:
-            # Both sides' weights and the optimizer state are on the device now: free the gradients.
-            released = await self.trainers.all(TrainerRank.release_gradients)
-        await self.engines.resume_weights()
+        released = await self._hold_both_weights()
         if self.engines.pool.down():  # an engine failed in the calls above
             await self._restart_failed_engines()
-            await self.engines.resume_weights()
+            await self._hold_both_weights()
         sync = WeightSync(self.trainers, self.engines, self.rundir.path / "exchange")
         try:
             report = await sync.send(version)
@@ -97,7 +103,7 @@ class Runtime:
             await self.trainers.all(TrainerRank.leave_weight_group)
             await self.engines.leave_group()
             await self._restart_failed_engines()
-            await self.engines.resume_weights()
+            await self._hold_both_weights()
             report = await sync.send(version)
         await self.engines.continue_generation()
         self._published = version
@@ -105,6 +111,20 @@ class Runtime:
         if continuing:
             await self.workers.resume()
         return report | ({"sync_seconds_shed": max(released)} if released else {})
+
+    async def _hold_both_weights(self) -> list[float]:
+        """Prepare the devices for a sync, with both sides' weights and the optimizer's state on shared ones.
+
+        Returns how long each trainer took to free the gradients, if it shares its device.
+        """
+        assert self.engines is not None
+        released = await self._release_gradients() if self.engines.shared else []
+        await self.engines.resume_weights()
+        return released
+
+    async def _release_gradients(self) -> list[float]:
+        begun, self._releasing = self._releasing, None
+        return await (begun or self.trainers.all(TrainerRank.release_gradients))
 
     async def _restart_failed_engines(self) -> None:
         """Let engines that are down take part in the sync that follows; the trainers are awake."""
@@ -114,6 +134,8 @@ class Runtime:
         await self._note_ended_engines()
         await self.engines.note_failed_starts()
         while self.engines.needs_shared_devices:
+            if self._releasing is not None:  # waking undoes it
+                await self._release_gradients()
             await self.trainers.sleep()
             self.engines.begin_restarts()
             await self.engines.await_starts(shared=True)
@@ -323,6 +345,9 @@ class Runtime:
 
     async def close(self) -> None:
         """Stop all parts; parts that have already ended are ignored."""
+        if self._releasing is not None:
+            self._releasing.cancel()
+            await asyncio.gather(self._releasing, return_exceptions=True)
         await self.workers.close()
         self.gpus.close()
         if self.engines is not None:

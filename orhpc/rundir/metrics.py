@@ -265,7 +265,7 @@ METRICS: dict[str, Metric] = {
     "sync_seconds_compare": Metric("perf", "of that: finding what has changed (engine.delta_sync)", "s"),
     "sync_seconds_free": Metric("perf", "of that: giving back the memory of buckets", "s"),
     "sync_seconds_join": Metric("perf", "of that: forming the group of trainers and engines", "s"),
-    "sync_seconds_shed": Metric("perf", "freeing gradients before it", "s"),
+    "sync_seconds_shed": Metric("perf", "freeing gradients, while the step is recorded", "s"),
     "slowest_rank": Metric("perf", "the trainer rank that computed a fixed amount of work slowest"),
     "slowest_rank_ratio": Metric("perf", "its time for that work, divided by the median of the other ranks"),
     "peer_copies_skipped": Metric(

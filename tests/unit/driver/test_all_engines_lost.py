@@ -13,7 +13,7 @@ import pytest
 from orhpc.config.files import load_config
 from orhpc.driver import runtime
 from orhpc.driver.runtime import Runtime
-from orhpc.errors import EngineUnavailable, InfraError, StopRequested
+from orhpc.errors import EngineUnavailable, InfraError, RayLost, StopRequested
 from orhpc.rundir import RunDir
 
 SHARED, DEDICATED = ["http://a"], ["http://b"]
@@ -215,3 +215,64 @@ def test_an_engine_lost_asleep_starts_while_the_trainers_sleep(
     assert calls[: len(start) * (failing + 1) + 1] == [*start * (failing + 1), "engines restart_failed"]
     assert "sync 8" in calls
     assert "engines_restarted during sync" in calls
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["all up", "one lost asleep"])
+def test_gradients_are_freed_while_the_step_is_recorded(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Trainers that were woken for a start have the gradients' memory again, and free it before the sync."""
+    calls: list[str] = []
+    found = made(monkeypatch, calls, Engines(calls, shared=True, ends=int(lost)))
+
+    async def step() -> None:
+        found.begin_release()
+        await asyncio.sleep(0)
+        calls.append("recorded")
+        await found.publish(8)
+
+    asyncio.run(step())
+    assert calls[:2] == ["trainers all", "recorded"]
+    freed_again = calls[calls.index("trainers wake") : calls.index("sync 8")] if lost else calls[2:]
+    assert freed_again.count("trainers all") == lost
+    assert calls.index("engines resume_weights") < calls.index("sync 8")
+
+
+def test_a_failure_while_gradients_are_freed_is_one_of_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    found = made(monkeypatch, calls, Engines(calls, shared=True, ends=0))
+    repaired = found.trainers
+
+    class Dying:
+        async def all(self, *_: Any) -> list[float]:
+            raise RayLost("trainer rank 1 has died")
+
+    dying: Any = Dying()
+
+    async def step() -> None:
+        found.trainers = dying
+        found.begin_release()
+        await asyncio.sleep(0.01)
+        with pytest.raises(RayLost):
+            await found.publish(8)
+        assert "sync 8" not in calls
+        found.trainers = repaired
+        await found.publish(8)
+        found.trainers = dying
+        found.begin_release()  # and the run stops
+        found.trainers, gpus = repaired, SimpleNamespace(close=lambda: None)
+        found.gpus = gpus  # type: ignore[assignment]
+        await found.close()
+
+    asyncio.run(step(), debug=True)
+    assert [call for call in calls if call in ("trainers all", "sync 8")] == ["trainers all", "sync 8"]
+
+
+def test_dedicated_engines_leave_the_gradients_to_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    found = made(monkeypatch, calls, Engines(calls, shared=False, ends=0))
+
+    async def step() -> None:
+        found.begin_release()
+        await found.publish(8)
+
+    asyncio.run(step())
+    assert "sync 8" in calls and "trainers all" not in calls

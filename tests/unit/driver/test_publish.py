@@ -38,14 +38,14 @@ def test_what_a_sync_interrupts_is_asked_for_again_with_the_new_version(
     monkeypatch.setattr(runtime, "WeightSync", Sync)
     engines = SimpleNamespace(
         shared=[], dedicated=["http://a"] if dedicated else [], pool=SimpleNamespace(down=list),
-        pause=noted("engines.pause"), resume_weights=noted("resume_weights"),
-        continue_generation=noted("engines.continue"),
+        pause=noted("engines.pause"), continue_generation=noted("engines.continue"),
     )  # fmt: skip
     workers = SimpleNamespace(
         pause=noted("workers.pause"), resume=noted("workers.resume"), published=noted("published")
     )
     run: Any = SimpleNamespace(
         engines=engines, workers=workers, trainers=None, _restart_failed_engines=noted("restart"),
+        _hold_both_weights=noted("resume_weights"),
         config=SimpleNamespace(rollout=SimpleNamespace(carries=carries)), rundir=RunDir(Path("x")),
     )  # fmt: skip
     asyncio.run(Runtime.publish(run, 4))
