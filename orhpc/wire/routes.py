@@ -3,9 +3,10 @@
 On the wire ``meta_info.routed_experts`` is base64 of C-order little-endian int32
 ``[rows, layers, topk]``: one row per context position from ``routed_experts_start_len`` to
 ``prompt + output - 2``, with all hidden layers, dense ones as zeros (SGLang 0.5,
-``srt/state_capturer/routed_experts.py``).  In memory routes have the smallest unsigned type that
-holds an expert index: a quarter or half of the bytes.  This module does not need torch.  Callers decode in
-a thread to keep their event loop free; base64 and numpy do the work.
+``srt/state_capturer/routed_experts.py``).  The engines of a run pack these rows (:func:`pack_rows`), because
+several of their processes, one after the other, copy every byte.  In memory routes have the smallest unsigned
+type that holds an expert index: a quarter or half of the bytes.  This module does not need torch.  Callers
+decode in a thread to keep their event loop free; base64 and numpy do the work.
 """
 
 from __future__ import annotations
@@ -77,8 +78,38 @@ def encode_routes(routes: RouteArray) -> str:
     return pybase64.b64encode(np.ascontiguousarray(routes, dtype="<i4").data).decode("ascii")
 
 
+_MARK = 165
+"""Last element of a packed row, so that no other encoding is taken for a packed one."""
+
+
+def pack_rows(routes: NDArray[np.int32]) -> NDArray[Any]:
+    """Pack ``[rows, layers, topk]`` into uint8 or int16 ``[rows, layers * topk + 1]``; a mark ends each row.
+
+    Returns the routes unchanged if one is no index of an expert, so that :func:`decode_routes` refuses it.
+    """
+    # Viewed as unsigned, a negative index is huge.
+    highest = int(routes.view(np.uint32).max()) if routes.ndim == 3 and routes.size else 1 << 15
+    if highest >= 1 << 15:
+        return routes
+    dtype = np.dtype(np.uint8) if highest < 1 << 8 else np.dtype("<i2")
+    packed = np.empty((len(routes), routes[0].size + 1), dtype=dtype)
+    packed[:, :-1] = routes.reshape(len(routes), -1)
+    packed[:, -1] = _MARK
+    return packed
+
+
+def _unpacked(data: bytearray, rows: int, values: int) -> NDArray[Any] | None:
+    """Return ``[rows, values]`` of :func:`pack_rows`; None if the data are encoded in another way."""
+    for dtype in (np.dtype(np.uint8), np.dtype("<u2")):
+        if rows and len(data) == rows * (values + 1) * dtype.itemsize:
+            packed = np.frombuffer(data, dtype=dtype).reshape(rows, values + 1)
+            if (packed[:, -1] == _MARK).all():
+                return packed[:, :-1]
+    return None
+
+
 def decode_routes(encoded: str | bytes | None, shape: RouteShape, rows: int) -> RouteArray:
-    """Decode and check ``rows`` rows of routes.
+    """Decode and check ``rows`` rows of routes, packed or as SGLang sends them.
 
     Returns ``shape.dtype`` of shape ``[rows, layers, topk]``.  Raises RoutesMissing when there are
     none, when their number is wrong, when an index is not an expert's, or when a row is zero in
@@ -86,24 +117,25 @@ def decode_routes(encoded: str | bytes | None, shape: RouteShape, rows: int) -> 
     """
     if encoded is None:
         raise RoutesMissing("the engine sent no expert routes: start it with --enable-return-routed-experts")
+    values = shape.layers * shape.topk
     try:
         data = pybase64.b64decode_as_bytearray(encoded, validate=False)
-        flat = np.frombuffer(data, dtype="<i4")
+        found = _unpacked(data, rows, values)
+        if found is None:
+            # Viewed as unsigned, a negative index is huge: one comparison finds both kinds of bad index.
+            found = np.frombuffer(data, dtype="<u4")
     except (TypeError, ValueError) as error:
         raise RoutesMissing(f"expert routes are not base64 of int32: {error}") from None
-    wanted = rows * shape.layers * shape.topk
-    if flat.size != wanted:
+    if found.size != rows * values:
         raise RoutesMissing(
-            f"expert routes have {flat.size} values, not {rows} rows x {shape.layers} layers x "
-            f"{shape.topk} experts = {wanted}"
+            f"expert routes have {found.size} values, not {rows} rows x {shape.layers} layers x "
+            f"{shape.topk} experts = {rows * values}"
         )
     if rows == 0:
         return np.zeros((0, shape.layers, shape.topk), dtype=shape.dtype)
-    # Viewed as unsigned, a negative index is huge: one comparison finds both kinds of bad index.
-    highest = int(flat.view("<u4").max())
-    if highest >= shape.experts:
+    if int(found.max()) >= shape.experts:
         raise RoutesMissing(f"expert routes hold an index outside 0 .. {shape.experts - 1}")
-    routes = flat.astype(shape.dtype).reshape(rows, shape.layers, shape.topk)
+    routes = found.astype(shape.dtype).reshape(rows, shape.layers, shape.topk)
     if shape.topk > 1:
         _refuse_empty_rows(routes)
     return routes

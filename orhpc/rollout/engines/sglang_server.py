@@ -39,7 +39,7 @@ from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
 from orhpc.rollout.engines.sglang_imports import hide_megatron, wait_before_loading_models
 from orhpc.rollout.engines.sglang_pause import shorten_pauses
-from orhpc.rollout.engines.sglang_routes import allocate_routes_when_used
+from orhpc.rollout.engines.sglang_routes import allocate_routes_when_used, pack_routes
 from orhpc.rollout.engines.start_log import BEGIN
 
 _WATCH_S = 1.0
@@ -190,4 +190,5 @@ if __name__ == "__mp_main__":  # SGLang's own processes, which multiprocessing h
     protect_server()
     hide_megatron()
     allocate_routes_when_used()
+    pack_routes()
     wait_before_loading_models()

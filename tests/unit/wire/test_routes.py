@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.errors import InfraError, ModelError, RoutesMissing
-from orhpc.wire.routes import RouteLog, RouteShape, decode_routes, encode_routes
+from orhpc.wire.routes import RouteLog, RouteShape, decode_routes, encode_routes, pack_rows
 
 
 def random_routes(rows: int, shape: RouteShape, seed: int) -> np.ndarray:
@@ -40,6 +40,49 @@ def test_the_encoding_equals_sglangs() -> None:
     wire = pybase64.b64encode(np.array([[[1, 2], [299, 0]]], dtype="<i4").tobytes()).decode()
     assert decode_routes(wire, shape, 1).tolist() == [[[1, 2], [299, 0]]]
     assert encode_routes(decode_routes(wire, shape, 1)) == wire
+
+
+def encode_packed(routes: np.ndarray) -> str:
+    """As SGLang's detokenizer encodes what it gets."""
+    return pybase64.b64encode(pack_rows(routes.astype(np.int32)).tobytes()).decode()
+
+
+@given(shapes, st.integers(0, 12), st.integers(0, 1000))
+def test_packed_rows_are_decoded_as_others_from_fewer_bytes(shape: RouteShape, rows: int, seed: int) -> None:
+    routes = random_routes(rows, shape, seed)
+    packed, plain = encode_packed(routes), encode_routes(routes)
+    got = decode_routes(packed, shape, rows)
+    assert got.dtype == shape.dtype and got.flags.c_contiguous
+    np.testing.assert_array_equal(got, decode_routes(plain, shape, rows))
+    assert len(packed) <= len(plain)
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 15, 1 << 30])
+def test_packing_hides_no_wrong_index(bad: int) -> None:
+    shape = RouteShape(3, 2, 256)
+    routes = random_routes(5, shape, 0)
+    routes[3, 1, 1] = bad
+    with pytest.raises(RoutesMissing, match="outside"):
+        decode_routes(encode_packed(routes), shape, 5)
+
+
+@pytest.mark.parametrize("experts", [256, 300])
+@pytest.mark.parametrize("sent", [0, 1, 4, 6, 10, 20])
+def test_too_few_and_too_many_packed_rows_are_detected(experts: int, sent: int) -> None:
+    shape = RouteShape(3, 2, experts)
+    with pytest.raises(RoutesMissing, match=r"values, not 5 rows|not base64"):
+        decode_routes(encode_packed(random_routes(sent, shape, 1)), shape, 5)
+
+
+@given(shapes, st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))
+def test_rows_of_one_encoding_are_never_read_in_the_other(
+    shape: RouteShape, sent: int, wanted: int, seed: int
+) -> None:
+    for encode in (encode_routes, encode_packed):
+        wire = encode(random_routes(sent, shape, seed))
+        if sent != wanted:
+            with pytest.raises(RoutesMissing):
+                decode_routes(wire, shape, wanted)
 
 
 @pytest.mark.parametrize("bad", [-1, 8, 1 << 30])
