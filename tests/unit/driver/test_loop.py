@@ -52,6 +52,8 @@ class Parts:
     async def publish(self, step: int) -> dict[str, float]:
         return self._perhaps("publish", step)
 
+    def begin_release(self) -> None: ...
+
     async def record(self, step: int, step_groups: StepGroups, store: Store) -> None:
         self._perhaps("record", step)
 
