@@ -69,10 +69,10 @@ def plan_of(row: dict[str, Any], folder: Path) -> RunPlan:
     """Return the plan of a row's config; ``folder`` gets its model's ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(row["content"]))
-    overrides = [*row["settings"], *row.get("more", [])]
-    return make_plan(
-        load_config(row["config"], [f"model.path={folder}", *overrides]), KNOWN_DEVICES[row["card"]]
-    )
+    overrides = [f"model.path={folder}", *row["settings"], *row.get("more", [])]
+    beside = Path(__file__).with_name(row["config"])
+    config = load_config(str(beside) if beside.is_file() else row["config"], overrides)
+    return make_plan(config, KNOWN_DEVICES[row["card"]])
 
 
 def compare(folder: Path) -> Iterator[Compared]:

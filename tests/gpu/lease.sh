@@ -49,7 +49,7 @@
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
 #   A  four GPUs: node on all layers, bf16, 10 steps (85 + 500), split on half of them and the restart of eight
-#      (2 x 300): NODE="--ep 4 --host-gib 460 --set engine.ep=2"
+#      (2 x 300): NODE="--host-gib 460"
 #      two GPUs: pair, two (120 + 250 + 400 = 770), one GPU: one
 #      two GPUs: pair, unified, node (120 + 300 + 480 + 560 = 1460)
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS

@@ -24,7 +24,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from tests.model_configs import REAL
 
-RECIPE = "qwen3-30b-a3b-node-of-four.yaml"
+TENSOR_PARALLEL = str(Path(__file__).parents[3] / "benchmarks/qwen3-30b-a3b-tensor-parallel.yaml")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def words(tmp_path: Path) -> list[str]:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"][0]))
-    return [RECIPE, f"model.path={folder}", f"run.root={tmp_path / 'runs'}", "run.name=mine"]
+    return [TENSOR_PARALLEL, f"model.path={folder}", f"run.root={tmp_path / 'runs'}", "run.name=mine"]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
@@ -189,7 +189,8 @@ def test_a_tuning_has_measured_the_update(words: list[str], capsys: pytest.Captu
         ("candidate", {"index": 1, "settings": ["megatron.tp=1"], **measured, "seconds": 2.0}),
     ]
     run = record(words, name="mine-tune", events=events)
-    (run.path / "tuning.json").write_text(json.dumps({"samples": 512, "config": RECIPE, "overrides": []}))
+    tuning = {"samples": 512, "config": TENSOR_PARALLEL, "overrides": []}
+    (run.path / "tuning.json").write_text(json.dumps(tuning))
     lines = shown(capsys, *words, "--device-memory", "139")
     assert re.match(
         r"update +17\.0  measured; predicted", lines["update"]

@@ -25,7 +25,7 @@ from tests.model_configs import REAL
 
 ROOT = Path(__file__).parents[3]
 RESULTS = " ".join((ROOT / "benchmarks/RESULTS.md").read_text().split())
-NODE_OF_FOUR = "qwen3-30b-a3b-node-of-four.yaml"
+TENSOR_PARALLEL = str(ROOT / "benchmarks/qwen3-30b-a3b-tensor-parallel.yaml")
 OF_FOUR = ("engine.tp=4", "engine.ep=4", "megatron.ep=4")
 ROWS = step_times.rows()
 
@@ -119,7 +119,7 @@ def test_the_bytes_of_a_sync_are_those_that_runs_reported(
 ) -> None:
     content = REAL["Qwen3-30B-A3B"][0] | {"num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    run = make_plan(load_config(NODE_OF_FOUR, [f"model.path={tmp_path}", *settings]), 139.8)
+    run = make_plan(load_config(TENSOR_PARALLEL, [f"model.path={tmp_path}", *settings]), 139.8)
     assert predict_sync(run).sent / 1e9 == pytest.approx(gigabytes, abs=0.006)
 
 
@@ -128,7 +128,7 @@ def test_the_bytes_of_a_sync_are_those_that_runs_reported(
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
-    return plan(tmp_path_factory.mktemp("mixture"), "Qwen3-30B-A3B", NODE_OF_FOUR)
+    return plan(tmp_path_factory.mktemp("mixture"), "Qwen3-30B-A3B", TENSOR_PARALLEL)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_micro_batches_fill_the_budget(mixture: RunPlan) -> None:
 
 def test_recomputation_costs_a_third_of_the_layers_work(mixture: RunPlan, tmp_path: Path) -> None:
     work = assumed_workload(mixture.config)
-    without = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, "train.gradient_checkpointing=false")
+    without = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, "train.gradient_checkpointing=false")
     full, none = (predict_update(run.config, run.shape, CARDS["h200"], work) for run in (mixture, without))
     assert (full.recomputed, none.recomputed) == (1.0, 0.0)
     assert full.host == pytest.approx(none.host * 4 / 3)
@@ -213,18 +213,18 @@ def test_settings_that_no_row_has_are_named(tmp_path: Path, settings: list[str],
 def test_own_experts_of_equal_blocks_leave_no_device(tmp_path: Path) -> None:
     """Each of four ranks sends a quarter of the experts, which it holds, and the rest of the model."""
     blocks = (*OF_FOUR, "engine.sync_own_experts=true")
-    run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks)
-    own, whole = predict_sync(run), predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *OF_FOUR))
+    run = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *blocks)
+    own, whole = predict_sync(run), predict_sync(plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *OF_FOUR))
     experts = 2 * 48 * 128 * 3 * 2048 * 768
     assert whole.sent == 2 * run.shape.parameters
     assert own.sent == whole.sent - experts * 3 // 4
     dense = whole.gathered - experts * 3 // 4
     assert own.gathered == dense, "of tensor parallelism only"
     assert 3 * own.seconds < whole.seconds
-    halves = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks, "engine.ep=2"))
+    halves = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *blocks, "engine.ep=2"))
     assert halves.sent == whole.sent - experts // 2
     assert halves.gathered == dense + experts // 4, "it holds half of what it sends"
-    other_ranks = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks, "megatron.ep=2"))
+    other_ranks = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *blocks, "megatron.ep=2"))
     assert other_ranks.gathered == dense + experts // 4, "ranks 1 and 2 send what they do not hold"
 
 
@@ -246,15 +246,15 @@ def test_the_share_of_experts_that_a_rank_gets(
     """One engine on all ranks; shares of a simulation of who sends what, made without this code."""
     settings = [f"megatron.{name}={layout.get(name, 1)}" for name in ("tp", "pp", "ep", "etp")]
     settings += [f"placement.devices_per_node={ranks}", f"engine.tp={ranks}", f"engine.ep={ranks}"]
-    run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *settings, "engine.sync_own_experts=true")
+    run = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *settings, "engine.sync_own_experts=true")
     assert _exchanged(run) == pytest.approx(share)
 
 
 def test_rank_0_keeps_what_it_sends_in_host_memory(tmp_path: Path) -> None:
     split = ("placement.mode=split", "placement.trainer_devices=4", "placement.devices_per_node=8")
     split += ("checkpoint.spare_host_memory=false",)
-    without = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *split)
-    run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *split, "engine.delta_sync=true")
+    without = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *split)
+    run = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *split, "engine.delta_sync=true")
     more = sum(host_parts(run).values()) - sum(host_parts(without).values())
     assert more == predict_sync(run).sent == 2 * run.shape.parameters
 
@@ -325,7 +325,7 @@ def test_devices_that_are_processes_have_no_times() -> None:
 @pytest.mark.slow
 def test_larger_micro_batches_are_advised_where_launches_decide(tmp_path: Path) -> None:
     run = plan(
-        tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, "train.max_tokens_per_gpu=8192",
+        tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, "train.max_tokens_per_gpu=8192",
         "rollout.max_response_tokens=300",
     )  # fmt: skip
     times = predict(run, "h200", assumed_workload(run.config))
@@ -350,14 +350,14 @@ def test_larger_micro_batches_are_advised_where_launches_decide(tmp_path: Path) 
 
 def test_own_experts_are_advised_where_a_sync_sends_all(tmp_path: Path) -> None:
     def text(*settings: str, allowed: bool = True) -> str:
-        run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *settings)
+        run = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *settings)
         times = predict(run, "h200", assumed_workload(run.config))
         return advice(run, times, "sync", lambda _: allowed)
 
     found = re.match(r"sync about ([\d.]+) s with engine\.sync_own_experts=true; not run", text(*OF_FOUR))
     assert found is not None
     with_own = (*OF_FOUR, "engine.sync_own_experts=true")
-    own = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *with_own))
+    own = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *with_own))
     assert float(found[1]) == pytest.approx(own.seconds, abs=0.051)
     assert "with engine.ep=4 engine.sync_own_experts=true" in text("engine.tp=4", "engine.ep=1")
     assert text(*OF_FOUR, allowed=False) == ""
@@ -391,7 +391,7 @@ def test_a_candidate_changes_the_plan_as_its_overrides_would(tmp_path: Path, mix
 
     settings = (("megatron.tp", 1), ("train.max_tokens_per_gpu", 16384))
     found = changed(mixture, Candidate(settings, 0, 0.0))
-    loaded = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *(f"{n}={v}" for n, v in settings))
+    loaded = plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *(f"{n}={v}" for n, v in settings))
     assert (found.layout, found.demand, found.trainer) == (loaded.layout, loaded.demand, loaded.trainer)
 
 
