@@ -7,8 +7,8 @@ gives the ``arguments`` of the command line, ``variables`` to set first, and ``h
 wait for, or null.  The process exits if the input ends without such a line, or when the process that started
 it ends, which also limits the wait.
 
-``ray start`` is patched in three ways for which it has no options: it accepts a loopback address, a GCS that
-has ended is restarted, and two servers that no run uses are not started.
+``ray start`` is patched in four ways for which it has no options: it accepts a loopback address, a GCS that
+has ended is restarted, two servers that no run uses are not started, and a node has more than 30 s to start.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 _POLL_S = 0.05
 _ANSWER_S = 1.0
+_NODE_S = 300.0
+"""How long the processes of a node may take until its GCS answers that it has joined."""
 _GCS_STARTS = 20
 _GCS_WINDOW_S = 600.0
 """A GCS that ends more than ``_GCS_STARTS`` times within ``_GCS_WINDOW_S`` seconds is not restarted."""
@@ -90,12 +92,43 @@ def start_no_unused_servers() -> None:
     Node.start_api_server = not_started
 
 
+def wait_for_slow_nodes() -> None:
+    """Have ``ray start`` wait for :data:`_NODE_S` until its node has joined, while all its processes live.
+
+    It would give up after 30 s or one request of 30 s, which too few processors for the node's other work, or
+    a slow filesystem, can exceed.
+    """
+    from ray._private import services
+    from ray._private.node import Node
+
+    get_node, start_processes = services.get_node, Node.start_ray_processes
+    starting: list[Any] = []
+
+    def start_and_note(self: Any) -> None:
+        start_processes(self)
+        starting.append(self)
+
+    def get_node_when_joined(gcs_address: Any, node_id: Any) -> Any:
+        end = time.monotonic() + _NODE_S
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:
+                if time.monotonic() > end or any(node.dead_processes() for node in starting):
+                    raise
+            time.sleep(_POLL_S)
+
+    Node.start_ray_processes = start_and_note
+    services.get_node = get_node_when_joined
+
+
 def main() -> None:
     from ray.scripts.scripts import main as ray
 
     use_loopback()
     keep_gcs_up()
     start_no_unused_servers()
+    wait_for_slow_nodes()
 
     line = sys.stdin.readline()
     if not line:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from orhpc.launch.node import processes
-from orhpc.launch.node.ray_cluster import RayNode
+from orhpc.launch.node.ray_cluster import RayNode, make_token
 from orhpc.launch.node.ray_start import accepts
 from tests.ray_head import HOST, running_head
 
@@ -182,3 +183,28 @@ def test_actors_survive_a_restart_of_the_gcs(
     assert gcs_of(node).is_running()
     assert node.alive()
     assert accepts(HOST, int(address.rpartition(":")[2]))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_node_may_take_longer_to_join_than_ray_allows(tmp_path: Path) -> None:
+    """Ray gives a node 30 s; at load 20 on two cores it took longer."""
+    head = RayNode("n0", HOST, make_token(tmp_path), tmp_path / "ray.log", cpus=1, object_store_bytes=10**8)
+
+    def raylet() -> psutil.Process | None:
+        assert head._process is not None
+        below = psutil.Process(head._process.pid).children(recursive=True)
+        return next((p for p in below if p.name() == "raylet"), None)
+
+    try:
+        head.begin_head()
+        assert processes.wait_until(lambda: raylet() is not None, 240)
+        slow = raylet()
+        assert slow is not None
+        slow.suspend()
+        time.sleep(40)
+        assert head.alive(), head.last_log_line()
+        slow.resume()
+        assert processes.wait_until(head.joined, 240), head.last_log_line()
+    finally:
+        head.stop()

@@ -19,7 +19,7 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.driver import bring_up
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, EnvironmentUnavailable, RayLost, StorageRefused
-from orhpc.launch.node import first_node, launcher, other_node, rendezvous
+from orhpc.launch.node import first_node, launcher, other_node, ray_start, rendezvous
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.ray_cluster import RayNode, make_token
 from orhpc.launch.node.ray_start import accepts
@@ -171,6 +171,38 @@ def test_ray_start_without_arguments_ends() -> None:
     command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (0, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answers_after", "dies", "joins"), [(3, False, True), (3, True, False), (99, False, False)]
+)
+def test_a_node_is_waited_for_while_its_processes_live(
+    monkeypatch: pytest.MonkeyPatch, answers_after: int, dies: bool, joins: bool
+) -> None:
+    from ray._private import services
+    from ray._private.node import Node
+
+    requests: list[str] = []
+
+    def get_node(gcs_address: str, node_id: str) -> dict[str, str]:
+        requests.append(node_id)
+        if len(requests) <= answers_after:
+            raise RuntimeError("RPC error: Deadline Exceeded")
+        return {"node": node_id}
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(Node, "start_ray_processes", lambda self: None)
+    monkeypatch.setattr(Node, "dead_processes", lambda self: [("raylet", None)] if dies else [])
+    monkeypatch.setattr(ray_start, "_NODE_S", 1.0)
+    ray_start.wait_for_slow_nodes()
+    Node.start_ray_processes(Node.__new__(Node))
+    if joins:
+        assert services.get_node("127.0.0.1:1", "n0") == {"node": "n0"}
+    else:
+        with pytest.raises(RuntimeError, match="Deadline"):
+            services.get_node("127.0.0.1:1", "n0")
+        assert len(requests) == (1 if dies else pytest.approx(20, abs=12))
 
 
 @pytest.mark.slow
