@@ -149,7 +149,7 @@ class EngineSettings(Section):
     direct_loading: bool = False
     """Copy weights straight into SGLang's parameters once two syncs have shown where SGLang puts them.
     Without it, SGLang loads one tensor after the other in every sync. Off by default: it was equal bit for
-    bit on two GPUs, and is in use in the fastest sync that was measured, but not compared with it there.
+    bit on two GPUs, and the fastest sync that was measured uses it, but was not measured without it.
     ``delta_sync`` turns it on."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options of the engine, by its own names, with underscores or hyphens: ``attention_backend``."""

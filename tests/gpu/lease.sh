@@ -37,6 +37,8 @@
 #   ranks     2     580  on both: experts divided in trainer and engine, of a small model, compared bit for bit: each
 #                        rank sent its own, and all copied directly, at the same time (200 s); then the seconds of
 #                        syncs of 30B layers by SGLang, of each rank's own, and of these by direct copies (350 s)
+#   moves     1     250  a trainer's update and gathering of weights while its state moves, and while nothing does; 75 GB
+#                        of host memory
 #   sleeps    2     330  an engine releases its memory while it generates, with what waits for its GPUs and without
 #   recovery2 2     420  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py)
 #   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts
@@ -130,6 +132,7 @@ two() {
   wait $mismatch
 }
 suite() { tiny_moe 1; }
+moves() { job moves 0 240 tests/gpu/background_check.py; }
 small() { # GPUS SECTIONS...: of a small model, beside each other
   local each gpus=$1 waiting=()
   for each in "${@:2}"; do
@@ -192,7 +195,7 @@ node() {
 }
 
 case $PLAN in
-  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | sleeps | recovery2 | update | node) ;;
+  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | moves | ranks | sleeps | recovery2 | update | node) ;;
   *) echo "no plan $PLAN" >&2; exit 2 ;;
 esac
 (while sleep 15; do pack; done) & PACKER=$!

@@ -24,8 +24,8 @@ class BackgroundCopies:
     Source: the traces in https://github.com/meta-pytorch/torchrec/pull/4315 and /4373.
 
     CUDA blocks a thread that enqueues more than about a thousand operations, and meanwhile all other threads
-    launch kernels thirty times as slowly.  So the thread that enqueues the pieces waits for the device before
-    there are so many.
+    launch kernels thirty times as slowly (``tests/gpu/background_check.py``).  So the thread that enqueues
+    pieces waits for the device before there are so many.
     """
 
     def __init__(self, device: torch.device) -> None:
