@@ -43,7 +43,9 @@ The dashboard agent's gRPC server has an option too, but with it the GCS waits f
 _WORKERS = 200
 _PORTS = len(_SERVERS) + _WORKERS
 """Number of ports of one node, without the head's own."""
-_RECONNECT_S = 20
+_RECONNECT_S = 60
+"""How long Ray's processes look for the GCS before they end.  On a busy node they start before it answers:
+20 s were too short at load 18 on two cores.  Launchers notice lost nodes sooner, and by other means."""
 _HEAD_STARTS = 3
 """Number of attempts to start a head that ends before it can be joined."""
 _JOINED = "ray_current_cluster"
@@ -66,7 +68,7 @@ def ray_environment(token: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        # A GCS that has ended is restarted within seconds; without a head, nodes should exit soon.
+        # A GCS that has ended is restarted within seconds; without a head, nodes should exit.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S),
         "RAY_DEDUP_LOGS": "0",
         # Nothing collects these metrics.
