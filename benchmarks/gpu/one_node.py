@@ -45,8 +45,6 @@ from tests.gpu.sglang_check import KERNELS  # noqa: E402
 
 COLOCATED, SPLIT = "configs/qwen3-30b-a3b-node.yaml", "configs/qwen3-30b-a3b-node-split.yaml"
 COLOCATED_ON_FOUR = "configs/qwen3-30b-a3b-node-of-four.yaml"
-LAYOUT = {"tp": 2, "ep": 8, "engine-tp": 2}
-LAYOUT_OF_FOUR = {"tp": 1, "ep": 4, "engine-tp": 4}
 PROMPT_TOKENS = 256
 """Tokens reserved for the prompt; the environment's prompts have about 100 bytes."""
 GRAPHS = [1, 8, 32, 64, 128, 256, 512]
@@ -108,10 +106,8 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
     steps, half = options.steps, max(1, options.gpus // 2)
     cut = min(options.cut_layers, options.layers)
     colocated = layout(options, options.gpus, options.gpus)
-    config = COLOCATED
-    if options.gpus == 4 and options.device == "cuda":
-        config = COLOCATED_ON_FOUR
-        colocated = (*colocated, f"engine.ep={min(options.engine_tp, options.gpus)}")
+    config = COLOCATED_ON_FOUR if options.gpus == 4 and options.device == "cuda" else COLOCATED
+    colocated += (f"engine.ep={min(options.engine_tp, 4)}",) if config == COLOCATED_ON_FOUR else ()
     split = (
         *layout(options, half, options.gpus - half), f"placement.trainer_devices={half}",
         f"megatron.offload_optimizer={options.offload if options.device == 'cuda' else 0}",
@@ -328,12 +324,11 @@ def save(options: argparse.Namespace, outcome: Outcome) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     numbers = {
-        "gpus": 8, "layers": 48, "steps": 10, "groups": 32, "samples": 16, "response": 256, "cut-layers": 8,
+        "gpus": 8, "layers": 48, "tp": 2, "ep": 8, "engine-tp": 2, "steps": 10, "groups": 32, "samples": 16,
+        "response": 256, "cut-layers": 8,
     }  # fmt: skip
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
-    for name, default in LAYOUT.items():
-        parser.add_argument(f"--{name}", type=int, help=f"({default}; on four GPUs {LAYOUT_OF_FOUR[name]})")
     parser.add_argument("--cases", nargs="*", default=["bf16", "split", "restart", "fp8", "plain"])
     parser.add_argument("--seconds", type=float, default=560.0, help="of all, the report included (560)")
     parser.add_argument("--case-seconds", type=float, default=540.0, help="of one case at most (540)")
@@ -352,9 +347,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--host-gib", type=float, help=f"of the node's memory ({HOST_GIB} a GPU)")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the report of DIR and end")
     options = parser.parse_args()
-    for name, default in (LAYOUT_OF_FOUR if options.gpus == 4 else LAYOUT).items():
-        key = name.replace("-", "_")
-        setattr(options, key, default if getattr(options, key) is None else getattr(options, key))
+    if options.gpus == 4:
+        parser.set_defaults(tp=1, ep=4, engine_tp=4)  # as its recipe
+        options = parser.parse_args()
     if options.report is None and options.out is None:
         parser.error("--out DIR")
     return options

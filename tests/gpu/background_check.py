@@ -61,10 +61,10 @@ def update(trainer: TrainerRank, minibatch: MiniBatch) -> float:
     return time.perf_counter() - began
 
 
-def slowest(until: float) -> float:
-    """Launch kernels for some seconds; returns how long the slowest 300 took, with waits for all 100."""
+def slowest(duration: float) -> float:
+    """Launch kernels for ``duration`` seconds, with a wait after each 100; returns the slowest 300's time."""
     numbers, began, found = torch.ones(1024, device="cuda"), time.perf_counter(), 0.0
-    while time.perf_counter() - began < until:
+    while time.perf_counter() - began < duration:
         window = time.perf_counter()
         for _ in range(3):
             for _ in range(100):
