@@ -70,6 +70,8 @@ def plan_of(row: dict[str, Any], folder: Path) -> RunPlan:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(row["content"]))
     overrides = [f"model.path={folder}", *row["settings"], *row.get("more", [])]
+    if not row.get("state_stays"):  # trainers moved all state before they could keep it
+        overrides.append("placement.offload=always")
     earlier_recipe = Path(__file__).with_name(row["config"])
     config = load_config(str(earlier_recipe) if earlier_recipe.is_file() else row["config"], overrides)
     return make_plan(config, KNOWN_DEVICES[row["card"]])

@@ -337,7 +337,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="small files: events, figures, ends of logs")
     parser.add_argument("--work", type=Path, default=Path("/tmp/one_node"), help="models and runs: large")
-    parser.add_argument("--size", choices=["30b", "tiny"], default="30b")
+    parser.add_argument("--size", choices=["30b", "small", "tiny"], default="30b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--even", action="store_true", help="random weights that use all experts alike")
     parser.add_argument("--own-kernels", action="store_true", help="SGLang's defaults, not the kit's")

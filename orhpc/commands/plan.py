@@ -32,6 +32,7 @@ from orhpc.plan.placement import Placement
 from orhpc.plan.recompute import totals
 from orhpc.plan.run_plan import (
     RunPlan,
+    asleep_bytes,
     check_host,
     commits_on_disk,
     copies_bytes,
@@ -75,6 +76,7 @@ def lines(run: RunPlan) -> Iterator[str]:
         yield "  what the vision tower computes of images is not counted: leave it some GiB"
     yield _recompute_line(run)
     yield from _engine_lines(run)
+    yield from _state_lines(run)
     yield _lead_line(run.config)
     for what, size in host_parts(run).items():
         yield f"host memory a node {what}: {gib(size)} GiB"
@@ -165,6 +167,23 @@ def _engine_lines(run: RunPlan) -> Iterator[str]:
     where = f" in each of {groups} attention groups" if groups > 1 else ""
     cache = f"{run.kv_token} bytes a token, {tokens} tokens{where}"
     yield f"  {'KV cache':<12}{gib(tokens * run.kv_token):>9}  {cache}"
+
+
+def _state_lines(run: RunPlan) -> Iterator[str]:
+    """Where the trainers' state is while engines serve from the same devices, and what would let it stay."""
+    if not asleep_bytes(run):
+        return
+    state = f"trainer state while engines serve: {gib(run.trainer.kept)} GiB a device"
+    fraction = run.largest_fraction
+    if run.state_stays:
+        yield f"{state}, stays there"
+        return
+    other = ""
+    if fraction is not None:
+        fraction = math.floor(100 * fraction) / 100
+        tokens = run.kv_tokens_with(fraction) or 0
+        other = f"; stays there with engine.memory_fraction={fraction:g}, {tokens} tokens of KV cache"
+    yield f"{state}, moves to the host{other}"
 
 
 def limit(run: RunPlan) -> str:

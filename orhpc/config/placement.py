@@ -28,6 +28,10 @@ class PlacementSettings(Section):
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Host memory per node (GiB) available for offloaded trainer state. Null: detected on the nodes from the
     system or the job's limit."""
+    offload: Literal["auto", "always"] = "auto"
+    """When trainers on shared GPUs move weights and optimizer state to host memory while engines serve.
+    ``auto``: if they do not fit on the GPU together with the engines, whose memory is measured in every step.
+    ``always``: in every step."""
     trainer_devices: Positive | None = None
     """Devices for training, over all nodes; only with ``split`` and ``mixed``. Null (``split`` only): those
     that engines do not use."""

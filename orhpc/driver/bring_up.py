@@ -155,7 +155,7 @@ async def _with_engines(
     async def trainers_then_sleep() -> Trainers:
         trainers = await starting_trainers
         if trainers_sleep is not None:
-            await trainers.sleep()
+            await trainers.sleep(all_moves=True)
             trainers_sleep.set()
         return trainers
 

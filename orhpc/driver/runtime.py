@@ -65,14 +65,19 @@ class Runtime:
     """Since when the rollouts have waited for engines, of which none is up."""
     _releasing: asyncio.Future[list[float]] | None = None
     """Begun by :meth:`begin_release`, until the sync has waited for it."""
+    _all_moves: bool = False
+    """Whether trainers on shared devices must move all state while engines serve, even if it seems to fit."""
 
     def begin_release(self) -> None:
         """Let trainers that share devices with engines free the gradients; the next sync waits for it.
 
-        Then they copy their state to the host while other work goes on.
+        Then they copy the state that has to move to the host while other work goes on.
         """
         if self.engines is not None and self.engines.shared:
-            self._releasing = asyncio.ensure_future(self.trainers.all(TrainerRank.release_gradients))
+            self._releasing = asyncio.ensure_future(self._free_gradients())
+
+    async def _free_gradients(self) -> list[float]:
+        return await self.trainers.all(TrainerRank.release_gradients, self._all_moves)
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the engines; returns metrics such as ``sync_bytes``.
@@ -124,7 +129,7 @@ class Runtime:
 
     async def _release_gradients(self) -> list[float]:
         begun, self._releasing = self._releasing, None
-        return await (begun or self.trainers.all(TrainerRank.release_gradients))
+        return await (begun or self._free_gradients())
 
     async def _restart_failed_engines(self) -> None:
         """Let engines that are down take part in the sync that follows; the trainers are awake."""
@@ -136,7 +141,7 @@ class Runtime:
         while self.engines.needs_shared_devices:
             if self._releasing is not None:  # waking undoes it
                 await self._release_gradients()
-            await self.trainers.sleep()
+            await self.trainers.sleep(all_moves=True)
             self.engines.begin_restarts()
             await self.engines.await_starts(shared=True)
             await self.trainers.wake()
@@ -155,6 +160,7 @@ class Runtime:
         """Tell the user which engines have been restarted with lower limits."""
         assert self.engines is not None
         lowered, self.engines.lowered = self.engines.lowered, {}
+        self._all_moves |= bool(lowered)  # they may have lacked the memory that trainers kept
         for index, (requests, fraction) in lowered.items():
             self.report("engine_out_of_memory", engine=index, max_running=requests, memory_fraction=fraction)
             self.notice(
@@ -194,9 +200,15 @@ class Runtime:
             self._forward_notices()
 
     async def _watch_engines(self) -> None:
-        """Report and restart each engine that has ended; trainers on their devices are asleep."""
-        if self.engines is not None and await self._note_ended_engines():
-            self.engines.begin_restarts()
+        """Report and restart each engine that has ended; trainers on their devices move all their state."""
+        if self.engines is None or not await self._note_ended_engines():
+            return
+        if self.engines.needs_shared_devices:
+            try:
+                await self.trainers.sleep(all_moves=True)
+            except RayLost as error:  # the update reports it
+                log.error("%s", error)
+        self.engines.begin_restarts()
 
     async def _note_ended_engines(self) -> bool:
         """Report engines that have ended; returns whether there is a new one."""
@@ -235,7 +247,7 @@ class Runtime:
         finally:
             self._none_served_since = None
         if self.engines.shared:
-            await self.trainers.sleep()
+            await self.trainers.sleep(all_moves=self._all_moves)
             await self.engines.resume_serving()
 
     def _forward_notices(self) -> None:
@@ -247,7 +259,7 @@ class Runtime:
         return (await self.while_serving(lambda: self._watched(work())))[0]
 
     async def while_serving(self, work: Callable[[], Awaitable[A]]) -> tuple[A, dict[str, float]]:
-        """Do work while the engines serve; on shared devices the trainers are offloaded during it.
+        """Do work while the engines serve; on shared devices the trainers are asleep during it.
 
         Returns:
             The result, and metrics about sharing the devices: the memory that each side freed and kept, and
@@ -263,13 +275,14 @@ class Runtime:
             compared = await self._compare_engines(await self._engine_samples())
             return await work(), compared
         phases = Phases()
-        offloaded = await self.trainers.sleep()
+        offloaded = await self.trainers.sleep(all_moves=self._all_moves)
         with phases.timed("resume"):
             await self.engines.resume_serving()
             await self._workers_generate(True)
         answers = await self._engine_samples()
         result = await work()
         await self._watch_engines()
+        await self._measure_engines()
         with phases.timed("release"):
             await self._workers_generate(False)
             await self.engines.await_starts(shared=True)
@@ -288,6 +301,17 @@ class Runtime:
                 "seconds_trainer_wake": reloaded["seconds"],
             }
         return result, numbers
+
+    async def _measure_engines(self) -> None:
+        """Let trainers measure what serving engines use of their devices; without the memory of one that is
+        down they would keep too much."""
+        assert self.engines is not None
+        if self.engines.down:
+            return
+        try:
+            await self.trainers.all(TrainerRank.measure_engines)
+        except RayLost as error:  # the update reports it
+            log.error("%s", error)
 
     async def _wake_trainers(self) -> dict[str, float]:
         """Reload the trainers' state; if a trainer has died, the update reports it, and the result stays."""

@@ -99,11 +99,14 @@ def _weights_read(run: RunPlan, requests: float) -> float:
 def turns(run: RunPlan, sync_s: float, update_s: float) -> tuple[float, float]:
     """Return the seconds in which a step waits for trainers to leave shared GPUs and to come back.
 
-    Weights and reference are moved then; optimizer state during sync and update, as far as they last.
+    Weights and reference are moved then, unless they stay on the GPU; optimizer state during sync and update,
+    as far as they last.
     """
     config = run.config
     if not (run.placement.engines and config.placement.shared_devices):
         return 0.0, 0.0
+    if run.state_stays:
+        return speed("turn"), speed("turn")
     ranks = min(config.placement.devices_per_node, run.layout.ranks)
     late = run.trainer.optimizer + run.trainer.critic
     now = run.trainer.kept - late

@@ -20,10 +20,12 @@ from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.limits import check_model
 from orhpc.plan.memory import (
     ELEMENT_BYTES,
+    ENGINE_WORK_BYTES,
     FP8_BLOCK,
     GIB,
     MASTER_BYTES,
     QUANTIZED_PARTS,
+    SERVING_MARGIN_BYTES,
     Demand,
     TrainerMemory,
     critic_parameters,
@@ -120,10 +122,37 @@ class RunPlan:
 
         With data-parallel attention each of its groups has such a cache, for other requests.
         """
+        return self.kv_tokens_with(self.memory_fraction)
+
+    def kv_tokens_with(self, fraction: float) -> int | None:
+        """:attr:`kv_tokens` with another ``engine.memory_fraction``."""
         if self.device_bytes is None:
             return None
-        pool = int(self.device_bytes * self.memory_fraction) - self.engine_weights
+        pool = int(self.device_bytes * fraction) - self.engine_weights
         return max(0, pool) // self.kv_token
+
+    @property
+    def state_stays(self) -> bool:
+        """Whether trainers on shared devices keep their state there while engines serve, as far as is known.
+
+        A run measures what engines use (``orhpc.train.sleep.shared_device``).
+        """
+        fraction = self.largest_fraction
+        return fraction is not None and self.memory_fraction <= fraction
+
+    @property
+    def largest_fraction(self) -> float | None:
+        """The largest ``engine.memory_fraction`` with which the state stays.
+
+        Null: with none, or no device is shared.
+        """
+        config, device = self.config, self.device_bytes
+        shared = self.placement.engines and config.placement.shared_devices
+        if device is None or not shared or config.placement.offload == "always":
+            return None
+        others = reserved_bytes(config) + ENGINE_WORK_BYTES + SERVING_MARGIN_BYTES
+        room = device - self.trainer.kept - others
+        return room / device if room >= self.engine_weights else None
 
     def rollouts_at_once(self, length: float) -> int | None:
         """Rollouts of ``length`` tokens that one engine's cache holds; null if the memory is unknown."""

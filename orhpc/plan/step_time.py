@@ -107,7 +107,7 @@ def predict(run: RunPlan, card: str | None, work: Workload) -> StepTimes:
     parallel = split and run.config.rollout.max_staleness > 0
     return StepTimes(
         found, work, rollout, update, sync, tuple(phases),
-        overlap=_overlap(rollout, update, sync, parallel=parallel),
+        overlap=_overlap(rollout, update, sync, moves=not run.state_stays, parallel=parallel),
         outside=tuple(_outside(run)), error=ERRORS.get(f"step, {kind}"), parallel=parallel,
     )  # fmt: skip
 
@@ -213,10 +213,11 @@ def _overlap(
     update: UpdateTime | None,
     sync: SyncTime | None,
     *,
+    moves: bool,
     parallel: bool,
 ) -> str:
     found = []
-    if rollout and rollout.sleep:
+    if rollout and rollout.sleep and moves:
         found.append("optimizer state moves during sync and update")
     if sync:
         found.append("buckets are gathered while engines load")

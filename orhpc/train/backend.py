@@ -350,14 +350,21 @@ class Backend(WeightSource):
 
     # --- memory -------------------------------------------------------------------------------
 
-    def release_gradients(self) -> None:
-        """Free the device memory that only an update uses, gradients included, and start to offload.
+    def release_gradients(self, stays: Callable[[], bool] = lambda: False) -> OffloadStats | None:
+        """Free the device memory that only an update uses, gradients included.
 
         Called before a weight sync with engines that share the device; :meth:`sleep` follows the sync.
+        ``stays`` is asked afterwards whether the rest may stay on the device while the engines serve; if not,
+        it starts to be offloaded.  Returns what is freed if the rest stays, else None.
         """
-        if self._offload.moves:
-            self._offload.drop(self._discarded())
-            self._offload.begin(*self._offloaded())
+        if not self._offload.moves:
+            return None
+        state = self._offloaded()
+        self._offload.drop(self._discarded())
+        if stays():
+            return OffloadStats(self._offload.dropped_bytes)
+        self._offload.begin(*state)
+        return None
 
     def sleep(self) -> OffloadStats:
         """Move all state to pinned host memory; without a device do nothing and return zeros."""

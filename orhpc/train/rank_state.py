@@ -18,7 +18,8 @@ from orhpc.train.checkpoint.memory import SendStatus, StateCopies
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, rng_state, set_rng_state
 from orhpc.train.process_groups import typed_failures
-from orhpc.train.sleep.residence import OffloadManager, memory
+from orhpc.train.sleep.residence import OffloadManager, OffloadStats, memory
+from orhpc.train.sleep.shared_device import SharedDevice
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
 
@@ -34,6 +35,7 @@ class RankState:
         self.world_size = world_size
         self.device = torch.device(config.placement.device)
         self._offload = OffloadManager(self.device)
+        self._shared_device = SharedDevice(self.device, config.placement.offload)
         self._backend: Backend | None = None
         self._sync: RankSync | None = None
         self._saves = RankSaves(config.checkpoint, self.device, rank, world_size)
@@ -172,26 +174,42 @@ class RankState:
 
     # --- sleep --------------------------------------------------------------------------------
 
-    def release_gradients(self) -> float:
-        """Free the device memory that only an update needs, until :meth:`wake`; return the seconds taken."""
+    def release_gradients(self, all_moves: bool = True) -> float:
+        """Free the device memory that only an update needs, until :meth:`wake`; return the seconds taken.
+
+        Engines on the device are asleep.  ``all_moves``: see :meth:`sleep`.
+        """
         started = time.perf_counter()
         with typed_failures("release_gradients"):
-            self.backend.release_gradients()
+            self._shared_device.engines_sleep()
+            self._release(all_moves)
         return time.perf_counter() - started
 
-    def sleep(self) -> dict[str, float]:
-        """Move everything to host memory; return :func:`orhpc.train.sleep.residence.memory` afterwards.
+    def measure_engines(self) -> None:
+        """Measure what the engines use of the device; call it at the end of their work, while all serve."""
+        self._shared_device.engines_serve()
 
-        Adds ``freed_bytes``, ``moved_bytes``, ``seconds`` and ``copy_seconds``, the wait for
-        :meth:`copy_state` before it; on a CPU nothing is moved.
+    def sleep(self, all_moves: bool = True) -> dict[str, float]:
+        """Leave the device to engines; return :func:`orhpc.train.sleep.residence.memory` afterwards.
+
+        All state moves to host memory; unless ``all_moves``, it stays if there is room for it while the
+        engines serve.  On a CPU it always stays.  The result also has ``freed_bytes``, ``moved_bytes``,
+        ``seconds`` and ``copy_seconds``, the wait for :meth:`copy_state`, before which no state moves.
         """
-        began = time.perf_counter()
-        self._finish_copy()
-        started = time.perf_counter()
+        began = started = time.perf_counter()
         with typed_failures("sleep"):
-            slept = self.backend.sleep()
+            slept = None if self._offload.asleep else self._release(all_moves)
+            if slept is None:
+                released = time.perf_counter()
+                self._finish_copy()
+                started += time.perf_counter() - released
+                slept = self.backend.sleep()
         times = {"seconds": time.perf_counter() - started, "copy_seconds": started - began}
         return {**memory(self.device), **slept._asdict(), **times}
+
+    def _release(self, all_moves: bool) -> OffloadStats | None:
+        """Free what only an update needs; None: the rest has to move, or there is no device."""
+        return self.backend.release_gradients(lambda: not all_moves and self._shared_device.has_room())
 
     def wake(self) -> dict[str, float]:
         """Undo :meth:`release_gradients` and :meth:`sleep`.
@@ -199,6 +217,7 @@ class RankState:
         Returns ``seconds`` and the memory in use before it, while the engines are asleep.
         """
         before = memory(self.device)
+        self._shared_device.engines_sleep()
         started = time.perf_counter()
         with typed_failures("wake"):
             self.backend.wake()

@@ -190,10 +190,17 @@ REFUSED: tuple[Flag, ...] = (
         arity="none",
     ),
     *refused("--ckpt-step", "--start-rollout-id", instead="name the commit's folder in checkpoint.load"),
-    *refused("--offload", "--offload-train", "--offload-rollout", instead="write --colocate", arity="none"),
+    *refused(
+        "--offload", "--offload-rollout",
+        instead="write --colocate: engines release their memory; for trainers see placement.offload",
+        arity="none",
+    ),
+    *refused("--offload-train", instead="write --colocate placement.offload=always", arity="none"),
     *refused(
         "--no-offload-train", "--no-offload-rollout",
-        instead="write placement.mode=split, with which nothing is offloaded", arity="none",
+        instead="write placement.mode=split, with which nothing is offloaded; with --colocate trainers keep "
+        "their state on the GPU if it fits (placement.offload)",
+        arity="none",
     ),
     *refused("--update-weight-transport", instead="write engine.sync"),
     *refused("--update-weight-encoding", instead="leave it out: the smallest encoding is used"),

@@ -341,10 +341,11 @@ class Trainers:
             log.warning("the trainers cannot commit: %s", error)
             return False
 
-    async def sleep(self) -> dict[str, float]:
-        """Offload all state to host memory; returns, summed over the ranks, ``freed_gb``, ``moved_gb`` and
-        ``left_gb``, and of the slowest rank ``seconds`` and ``copy_seconds``; nothing on CPUs."""
-        reports = await self.all(TrainerRank.sleep)
+    async def sleep(self, *, all_moves: bool) -> dict[str, float]:
+        """Leave the devices to engines (:meth:`orhpc.train.rank_state.RankState.sleep`); returns, summed over
+        the ranks, ``freed_gb``, ``moved_gb`` and ``left_gb``, and of the slowest rank ``seconds`` and
+        ``copy_seconds``; nothing on CPUs."""
+        reports = await self.all(TrainerRank.sleep, all_moves)
         if "own_bytes" not in reports[0]:
             return {}
         return {

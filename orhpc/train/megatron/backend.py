@@ -203,7 +203,7 @@ class MegatronBackend(Backend):
         """Only in the same groups: megatron-core's modules and buffers each keep references to theirs."""
         if new_groups:
             return False
-        if not self._offload.dropped:  # else their memory is released until wake()
+        if not self._offload.dropped_bytes:  # else their memory is released until wake()
             for optimizer in self._optimizers():
                 optimizer.clear()
         if self._routers is not None:
@@ -222,9 +222,9 @@ class MegatronBackend(Backend):
     def _optimizers(self) -> list[MegatronOptimizer]:
         return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
 
-    def release_gradients(self) -> None:
+    def release_gradients(self, stays: Callable[[], bool] = lambda: False) -> OffloadStats | None:
         self._cached_tensors.drop()
-        super().release_gradients()
+        return super().release_gradients(stays)
 
     def sleep(self) -> OffloadStats:
         """Move weights and optimizer state to pinned host memory, and free the gradients' memory."""

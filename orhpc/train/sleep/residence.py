@@ -138,9 +138,9 @@ class OffloadManager:
         self._buffer.prepare(size)
 
     @property
-    def dropped(self) -> bool:
-        """Whether tensors have no memory since :meth:`drop`."""
-        return bool(self._dropped)
+    def dropped_bytes(self) -> int:
+        """Size of the tensors that have no memory since :meth:`drop`."""
+        return sum(size for _, size in self._dropped)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Free the device memory of tensors whose contents may be lost, and all cached memory."""
@@ -210,7 +210,7 @@ class OffloadManager:
         self._empty_cache()
         self._asleep = bool(self._blocks)
         moved = sum(block.size for block in self._blocks.values())
-        return OffloadStats(moved + sum(size for _, size in self._dropped), moved)
+        return OffloadStats(moved + self.dropped_bytes, moved)
 
     def wake(self) -> None:
         """Allocate device memory again and reload all tensors; dropped ones are uninitialized.

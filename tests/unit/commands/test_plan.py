@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from orhpc.commands.cli import main
 from orhpc.commands.plan import lines
 from orhpc.config import Config
+from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError
 from orhpc.models import shape_of
 from orhpc.models.folders import find_model
 from orhpc.plan.activations import layer_activations
 from orhpc.plan.layout import Layout, check_layout, stages
-from orhpc.plan.memory import Demand, trainer_memory
+from orhpc.plan.memory import GIB, Demand, trainer_memory
 from orhpc.plan.run_plan import make_plan
 from tests.model_configs import REAL, SEEING, TINY
 from tests.model_folder import write_model_folder
@@ -300,6 +301,37 @@ def test_trainer_and_engine_weights_must_fit_a_shared_device_together(
     capsys.readouterr()
     assert main([*arguments, "engine.tp=1", "--device-memory", str(both - 1)]) == EXIT_CONFIG
     assert "during weight sync, a shared device holds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("offload", ["auto", "always"])
+def test_plan_names_the_memory_fraction_with_which_the_state_stays(
+    offload: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["placement.devices_per_node=8", "train.backend=megatron", "megatron.ep=8"]
+    settings += ["rollout.max_response_tokens=2048", "rollout.max_total_tokens=4096"]
+    settings += [f"placement.offload={offload}"]
+
+    def line(fraction: float) -> str:
+        of_engines = f"engine.memory_fraction={fraction}"
+        assert main(["plan", config, *settings, of_engines, "--device-memory", "139"]) == EXIT_OK
+        shown = capsys.readouterr().out.splitlines()
+        return next(line for line in shown if line.startswith("trainer state while engines serve"))
+
+    moves = line(0.9)
+    assert "moves to the host" in moves
+    if offload == "always":
+        assert "memory_fraction" not in moves
+        return
+    named = re.search(r"stays there with engine.memory_fraction=(0\.\d+), (\d+) tokens", moves)
+    assert named is not None
+    largest = float(named[1])
+    assert line(largest).endswith("stays there")
+    assert "moves to the host" in line(largest + 0.01)
+    # Both fit by the arithmetic that the page of placements shows.
+    run = make_plan(load_config(config, [*settings, f"engine.memory_fraction={largest}"]), 139)
+    used = run.trainer.kept + largest * 139 * GIB + (3 + 7 + 4 + 4) * GIB
+    assert used <= 139 * GIB < used + 0.01 * 139 * GIB
+    assert run.kv_tokens == int(named[2])
 
 
 def test_host_memory_must_hold_offloaded_and_committed_state(

@@ -26,8 +26,9 @@ class Calls:
         self._who, self._calls = who, calls
 
     def __getattr__(self, name: str) -> Any:
-        async def method(*_: Any) -> list[Any]:
-            self._calls.append(f"{self._who} {name}")
+        async def method(*_: Any, all_moves: bool = True) -> list[Any]:
+            kept = "" if all_moves else ", may keep"
+            self._calls.append(f"{self._who} {name}{kept}")
             return []
 
         return method
@@ -149,8 +150,8 @@ def test_rollouts_wait_until_the_engines_have_the_published_weights_again(
     started = ["engines begin_restarts", "engines await_starts"]
     if shared:
         assert relevant == [
-            *started, "trainers wake", "engines restart_failed", "trainers all", "sync 7", "trainers sleep",
-            "engines resume_serving",
+            "trainers sleep", *started, "trainers wake", "engines restart_failed", "trainers all", "sync 7",
+            "trainers sleep, may keep", "engines resume_serving",
         ]  # fmt: skip
     else:
         assert relevant == [*started, "engines restart_failed", "sync 7"]
@@ -276,3 +277,39 @@ def test_dedicated_engines_leave_the_gradients_to_the_trainers(monkeypatch: pyte
 
     asyncio.run(step())
     assert "sync 8" in calls and "trainers all" not in calls
+
+
+def test_after_an_engine_ran_out_of_memory_trainers_keep_nothing_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    engines = Engines(calls, shared=True, ends=0)
+    found = made(monkeypatch, calls, engines)
+
+    async def nothing() -> None: ...
+
+    async def step() -> None:
+        await found.while_serving(nothing)
+        engines.lowered = {0: (8, 0.6)}
+        await found.publish(8)
+        await found.while_serving(nothing)
+
+    asyncio.run(step())
+    assert [c for c in calls if "trainers sleep" in c] == ["trainers sleep, may keep", "trainers sleep"]
+
+
+def test_a_trainer_lost_during_rollouts_does_not_hinder_the_restart_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    engines = Engines(calls, shared=True)
+    found = made(monkeypatch, calls, engines)
+
+    class Dying:
+        async def sleep(self, *, all_moves: bool) -> dict[str, float]:
+            raise RayLost("trainer rank 1 has died")
+
+    dying: Any = Dying()
+    found.trainers = dying
+    asyncio.run(found._watch_engines())
+    assert calls == ["engines begin_restarts"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,17 +21,20 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         async def method(*arguments: Any, **_: Any) -> list[Any]:
-            called = arguments[0].__name__ if name == "call" else name
+            called = arguments[0].__name__ if name in ("call", "all") else name
             self._calls.append(f"{self._who} {called}")
             return []
 
         return method
 
 
-def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
+def order(overrides: list[str], *, dedicated: list[str], down: Sequence[int] = ()) -> list[str]:
     calls: list[str] = []
     config = load_config("configs/tiny.yaml", overrides)
-    engines: Any = Recorded("engines", calls, shared=["http://a"], dedicated=dedicated, down=[])
+    engines: Any = Recorded(
+        "engines", calls, shared=["http://a"], dedicated=dedicated, down=list(down),
+        needs_shared_devices=False,
+    )  # fmt: skip
     trainers: Any = Recorded("trainers", calls)
     workers: Any = Recorded("worker", calls)
     anything: Any = None
@@ -39,6 +43,7 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
         calls.append("rollouts")
 
     runtime = Runtime(config, anything, trainers, engines, workers, *[anything] * 6)
+    runtime._reported_down = set(down)
     asyncio.run(runtime.while_serving(rollouts))
     return calls
 
@@ -47,7 +52,8 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
 def test_workers_send_nothing_to_engines_that_sleep(carries: str) -> None:
     assert order([carries], dedicated=[]) == [
         "trainers sleep", "engines resume_serving", "worker resume", "rollouts", "engines watch",
-        "worker pause", "engines await_starts", "engines release", "trainers wake",
+        "trainers measure_engines", "worker pause", "engines await_starts", "engines release",
+        "trainers wake",
     ]  # fmt: skip
 
 
@@ -56,3 +62,8 @@ def test_workers_go_on_if_nothing_is_carried_over_or_other_engines_serve(
     overrides: list[str], dedicated: list[str]
 ) -> None:
     assert not [call for call in order(overrides, dedicated=dedicated) if call.startswith("worker")]
+
+
+def test_what_engines_use_is_not_measured_while_one_of_them_is_down() -> None:
+    assert "trainers measure_engines" in order([], dedicated=[])
+    assert "trainers measure_engines" not in order([], dedicated=[], down=[0])
