@@ -96,6 +96,15 @@ def _weights_read(run: RunPlan, requests: float) -> float:
     return run.engine_weights * (1 - unread / shape.parameters)
 
 
+def record_s(run: RunPlan, work: Workload) -> float:
+    """Return the seconds in which the workers write a step's rollouts, with their routes if recorded."""
+    seconds = work.rollouts * speed("record")
+    if run.config.rollout.record_routes:
+        sparse = sum(bool(layer.experts) for layer in run.shape.layers)
+        seconds += work.tokens * sparse * run.shape.experts_per_token * speed("record_routes")
+    return seconds
+
+
 def turns(run: RunPlan, sync_s: float, update_s: float) -> tuple[float, float]:
     """Return the seconds in which a step waits for trainers to leave shared GPUs and to come back.
 
@@ -106,7 +115,7 @@ def turns(run: RunPlan, sync_s: float, update_s: float) -> tuple[float, float]:
     if not (run.placement.engines and config.placement.shared_devices):
         return 0.0, 0.0
     if run.state_stays:
-        return speed("turn"), speed("turn")
+        return speed("stay_sleep"), speed("stay_wake")
     ranks = min(config.placement.devices_per_node, run.layout.ranks)
     late = run.trainer.optimizer + run.trainer.critic
     now = run.trainer.kept - late

@@ -15,6 +15,7 @@ DENSE_UPDATES = "The Megatron trainer on GPUs"
 DENSE_FSDP = "Dense updates with FSDP and Megatron"
 TAILS = "Heavy-tailed lengths on a GPU"
 SMOLLM2 = "A run of 54 steps"
+STAYS = "State that stays on a shared GPU"
 SHARED_MIXTURE = "A mixture of experts sharing one H200 with its engine"
 
 
@@ -106,6 +107,8 @@ SPEEDS = {
     "bus": Speed(50e9, "bytes/s", SHARED_MIXTURE, "sleep and wake of one or two GPUs of a host"),
     "bus_sleep": Speed(116e9, "bytes/s of a node", FOUR_H200, "four GPUs at once: 29 GB/s each"),
     "bus_wake": Speed(152e9, "bytes/s of a node", FOUR_H200, "four GPUs at once: 38 GB/s each"),
+    "stay_sleep": Speed(0.05, "s", STAYS, "freeing the gradients alone"),
+    "stay_wake": Speed(0.12, "s", STAYS, "allocating the gradients again"),
     "turn": Speed(0.1, "s", "A complete restart, on two GPUs", "sleep or wake without its copies"),
     # --- rollouts
     "decode": Speed(1.5e-3, "s a decoding step", TAILS, "short requests in a tail: engine and sampling"),
@@ -118,10 +121,11 @@ SPEEDS = {
     "rollout": Speed(0.3, "s", FOUR_H200, "rollout phase less its parts"),
     "switch": Speed(0.2, "s", SMOLLM2, "engines of one GPU resume and release"),
     "switch_group": Speed(0.5, "s", FOUR_H200, "engines of several GPUs resume and release"),
-    "record": Speed(5.5e-4, "s a rollout", FOUR_H200, "0.26 to 0.29 s for 512"),
+    "record": Speed(1.3e-4, "s a rollout", STAYS, "0.10 s for 512, less their routes of eight layers"),
+    "record_routes": Speed(3.1e-9, "s an expert", FOUR_H200, "0.26 s for 512 with 48 layers, less 0.07"),
     # --- weight sync
     "sync": Speed(0.03, "s", SMOLLM2, "calls of a sync, whatever its size"),
-    "load": Speed(7e-5, "s a tensor", "Sync against direct calls", "engines of one GPU: 0.26 s for 3,100"),
+    "load": Speed(1e-4, "s a tensor", STAYS, "engines of one GPU in whole steps: 0.31 and 0.40 s for 3,100"),
     "load_group": Speed(1.85e-4, "s a tensor", FOUR_H200, "engines of two GPUs, three runs: 1.7 to 4.0 s"),
     "gather": Speed(60e9, "bytes/s", FOUR_H200, "61.06 GB in 1.02 s, inside a node"),
     "gather_fsdp": Speed(4.9e-4, "s a parameter", SMOLLM2, "0.133 s for 272 parameters"),

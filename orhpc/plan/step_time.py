@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orhpc.plan.rollout_time import RolloutTime, predict_rollout
+from orhpc.plan.rollout_time import RolloutTime, predict_rollout, record_s
 from orhpc.plan.run_plan import RunPlan
-from orhpc.plan.speeds import CARDS, Card, speed
+from orhpc.plan.speeds import CARDS, Card
 from orhpc.plan.step_errors import ERRORS, Error
 from orhpc.plan.sync_time import SyncTime, predict_sync
 from orhpc.plan.update_time import UpdateTime, predict_update
@@ -100,7 +100,7 @@ def predict(run: RunPlan, card: str | None, work: Workload) -> StepTimes:
     backend = run.config.train.backend
     phases.append(Phase("update", update and update.seconds, text, ERRORS.get(f"update, {kind}, {backend}")))
     if engines:
-        phases.append(Phase("record", work.rollouts * speed("record") if found else None, what))
+        phases.append(Phase("record", record_s(run, work) if found else None, what))
         text = f"bound by {sync.bound}" if sync else no_sync
         phases.append(Phase("sync", sync and sync.seconds, text, ERRORS.get(f"sync, {kind}")))
     split = engines and run.config.placement.mode == "split"

@@ -37,7 +37,7 @@
 #   ranks     2     580  on both: experts divided in trainer and engine, of a small model, compared bit for bit: each
 #                        rank sent its own, and all copied directly, at the same time (200 s); then the seconds of
 #                        syncs of 30B layers by SGLang, of each rank's own, and of these by direct copies (350 s)
-#   moves     1     250  a trainer's update and gathering of weights while its state moves, and while nothing does; 75 GB
+#   moves     1     250  a trainer's update and gathering of weights while its state moves, and while nothing does; 63 GB
 #                        of host memory
 #   sleeps    2     330  an engine releases its memory while it generates, with what waits for its GPUs and without
 #   recovery2 2     420  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py)
