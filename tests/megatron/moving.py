@@ -1,6 +1,7 @@
 """Offloads tensors on a CPU too, as trainers do on GPUs, so that tests run the same code.
 
-Every sleep appends the number of moved bytes to the file that ``ORHPC_TEST_SLEPT`` names.
+Every sleep that moves them appends the number of moved bytes to the file that ``ORHPC_TEST_SLEPT`` names.
+With ``ORHPC_TEST_STAYS`` there is room for them once the engines have served.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
+from orhpc.train.sleep.shared_device import SharedDevice
 
 
 def install() -> None:
@@ -25,3 +27,6 @@ def install() -> None:
     # Managers move whatever they were created for, also those that exist already.
     OffloadManager.moves = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
     OffloadManager.sleep = record  # type: ignore[method-assign]
+    if "ORHPC_TEST_STAYS" in os.environ:
+        SharedDevice.engines_serve = lambda self: setattr(self, "_needed", 1.0)  # type: ignore[method-assign]
+        SharedDevice.has_room = lambda self: self._needed > 0  # type: ignore[method-assign]
