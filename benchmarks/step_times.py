@@ -9,6 +9,7 @@ The rows are in ``benchmarks/step_times.yaml``.  Without an option it prints the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from orhpc.commands.plan_calibration import CALIBRATED
 from orhpc.config.files import load_config
 from orhpc.launch.checks.fit import KNOWN_DEVICES
 from orhpc.plan.run_plan import RunPlan, make_plan
@@ -114,6 +116,21 @@ def errors(compared: list[Compared]) -> dict[str, Error]:
     }
 
 
+def calibrated(compared: list[Compared]) -> list[tuple[float, float]]:
+    """Return deviations before and after calibration with another row of the same machine.
+
+    Each phase that ``orhpc plan`` calibrates is compared with that of every other row of its machine and
+    kind.
+    """
+    found = []
+    for each, other in itertools.permutations((c for c in compared if "machine" in c.row), 2):
+        same = each.row["machine"] == other.row["machine"] and each.kind == other.kind
+        if same and each.phase in CALIBRATED and each.row is not other.row:
+            factor = other.measured / other.predicted
+            found.append((each.off, factor * each.predicted / each.measured - 1))
+    return found
+
+
 def table(compared: list[Compared]) -> str:
     """Return the comparison in Markdown, held-out rows marked."""
     lines = [" | ".join(HEAD), "|".join("---" for _ in HEAD)]
@@ -137,8 +154,11 @@ def main() -> int:
     if options.errors:
         for kind, error in errors(compared).items():
             print(f'    "{kind}": Error({error.rows}, {error.median}, {error.largest}),')
-    else:
-        print(table(compared))
+        return 0
+    print(table(compared))
+    pairs = calibrated(compared)
+    within = [sum(abs(pair[i]) <= 0.15 for pair in pairs) for i in (0, 1)]
+    print(f"\nof {len(pairs)} pairs of one machine {within[0]} within 15 %, calibrated {within[1]}")
     return 0
 
 

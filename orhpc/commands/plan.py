@@ -7,12 +7,15 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from orhpc.commands.plan_measured import measured_times
+from orhpc.commands.plan_calibration import Calibration, calibration
+from orhpc.commands.plan_measured import MeasuredTimes, measured_times
 from orhpc.commands.plan_times import time_lines
+from orhpc.commands.run_state import existing_run
 from orhpc.config import Config
 from orhpc.config.files import load_config
-from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.errors import EXIT_OK, ConfigError, ModelError, OrhpcError, policy_of
 from orhpc.launch import model
 from orhpc.launch.checks import fit
 from orhpc.launch.checks.card import FoundCard, card_of
@@ -43,6 +46,7 @@ from orhpc.plan.run_plan import (
     state_bytes,
 )
 from orhpc.plan.workload import Workload, assumed_workload
+from orhpc.rundir import RunDir
 
 
 def lines(run: RunPlan) -> Iterator[str]:
@@ -230,6 +234,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="mean tokens of a rollout, prompt included; default: those of an earlier run of the config, or "
         "0.3 of rollout.max_total_tokens",
     )  # fmt: skip
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN",
+        help="multiply predicted times by what this run of other settings took over what is predicted for "
+        "it; default: the config's own run directory, if its run had other settings",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +250,8 @@ class Request:
     card: FoundCard
     rollout_tokens: float | None
     """Mean tokens of a rollout; null: of an earlier run, or assumed."""
+    calibrate: RunDir | None
+    """Run that predicted times are compared with; null: that of the config, if there is one."""
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -266,7 +277,8 @@ def parse(arguments: Sequence[str]) -> Request:
         card = FoundCard(options.card.lower(), "--card")
     else:
         card = card_of(config, memory, given=options.device_memory is not None)
-    return Request(config, memory, card, mean)
+    earlier = None if options.calibrate is None else existing_run(options.calibrate)
+    return Request(config, memory, card, mean, earlier)
 
 
 def _times(request: Request, run: RunPlan) -> Iterator[str]:
@@ -279,9 +291,22 @@ def _times(request: Request, run: RunPlan) -> Iterator[str]:
     work: Workload | None = None
     if request.rollout_tokens is None and measured is not None:
         work = measured.work
-    yield from time_lines(
-        run, request.card, work or assumed_workload(run.config, request.rollout_tokens), measured
-    )
+    work = work or assumed_workload(run.config, request.rollout_tokens)
+    yield from time_lines(run, request.card, work, measured, _calibration(request, run, measured))
+
+
+def _calibration(request: Request, run: RunPlan, measured: MeasuredTimes | None) -> Calibration | None:
+    """Compare the run that the user names, or the config's own one, with what is predicted for it."""
+    gib, card = request.device_gib, request.card.name
+    if request.calibrate is not None:
+        return calibration(request.calibrate, run, gib, card)
+    if measured is not None or request.config.run.name is None:
+        return None
+    own = run_directory(request.config)
+    try:
+        return calibration(own, run, gib, card) if own.config.is_file() else None
+    except (ConfigError, ModelError):  # a run that was not meant for it
+        return None
 
 
 def main(arguments: Sequence[str]) -> int:

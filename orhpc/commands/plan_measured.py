@@ -60,8 +60,11 @@ def measured_times(config: Config) -> MeasuredTimes | None:
 
 
 def _of_run(run: RunDir, config: Config) -> MeasuredTimes | None:
-    if not run.config.is_file() or not _alike(load_config(run.config), config):
-        return None
+    return times_of(run) if run.config.is_file() and _alike(load_config(run.config), config) else None
+
+
+def times_of(run: RunDir) -> MeasuredTimes | None:
+    """Return the medians of a run's steps, without its first ones; None: it has no others."""
     steps = [step for _, step in sorted(steps_of(read_events(run.events)).items())][_WARM:]
     steps = [step for step in steps if {"rollout", "update"} <= step.get("phases", {}).keys()]
     if not steps:

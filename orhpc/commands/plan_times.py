@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from orhpc.commands.plan_calibration import Calibration
 from orhpc.commands.plan_measured import MeasuredTimes
 from orhpc.errors import ConfigError
 from orhpc.launch.checks import fit
@@ -18,10 +19,16 @@ from orhpc.plan.workload import Workload
 
 
 def time_lines(
-    run: RunPlan, card: FoundCard, work: Workload, measured: MeasuredTimes | None
+    run: RunPlan,
+    card: FoundCard,
+    work: Workload,
+    measured: MeasuredTimes | None,
+    calibration: Calibration | None = None,
 ) -> Iterator[str]:
     """Yield the lines about the times of a step of ``work``, and about its weight sync."""
     times = predict(run, card.name, work)
+    if calibration is not None:
+        times = times.calibrated(calibration.factors)
     seen = {} if measured is None else dict(measured.phases)
     yield ""
     yield _head(times, card)
@@ -29,7 +36,8 @@ def time_lines(
         yield f"  not predicted: {times.phases[0].why}"
         return
     for phase in times.phases:
-        yield _line(phase, seen.get(phase.name), known=not times.outside)
+        factor = times.factors.get(phase.name)
+        yield _line(phase, seen.get(phase.name), factor, known=not times.outside)
     yield _total(times, measured)
     if times.sync is not None:
         yield f"  sync: {sync_text(times.sync)}"
@@ -39,6 +47,8 @@ def time_lines(
         yield f"  errors not known, because never measured: {', '.join(times.outside)}"
     if measured is not None:
         yield f"  measured: {measured.where}"
+    if calibration is not None:
+        yield f"  calibrated: measured over predicted times of {calibration.where}"
     if (longest := times.longest(seen)) is not None:
         shorter = advice(run, times, longest, _can_start)
         unknown = any(phase.seconds is None and phase.name not in seen for phase in times.phases)
@@ -56,13 +66,14 @@ def _head(times: StepTimes, card: FoundCard) -> str:
     )
 
 
-def _line(phase: Phase, measured: float | None, *, known: bool) -> str:
+def _line(phase: Phase, measured: float | None, factor: float | None, *, known: bool) -> str:
     if measured is not None:
         also = "not predicted" if phase.seconds is None else f"predicted {phase.seconds:.1f}"
         return f"  {phase.name:<8}{measured:8.1f}  measured; {also}"
     if phase.seconds is None:
         return f"  {phase.name:<8}       -  not predicted: {phase.why}"
-    notes = [note for note in (_error(phase.error) if known else "", phase.why) if note]
+    calibrated = "" if factor is None else f"calibrated by {factor:.2f}"
+    notes = [note for note in (calibrated, _error(phase.error) if known else "", phase.why) if note]
     return f"  {phase.name:<8}{phase.seconds:8.1f}  {'; '.join(notes)}".rstrip()
 
 

@@ -39,18 +39,27 @@ def advice(run: RunPlan, times: StepTimes, phase: str, allowed: Callable[[RunPla
     if times.card is None:
         return ""
     if phase == "update" and times.update is not None:
-        return _faster_update(run, times.card, times.work, times.update, allowed)
+        factor = times.factors.get("update", 1.0)
+        return _faster_update(run, times.card, times.work, times.update, allowed, factor)
     if phase == "rollout" and times.rollout is not None:
         return _faster_rollout(run, times.rollout, times.work)
     if phase == "sync" and times.sync is not None:
-        return _faster_sync(run, times.sync, allowed)
+        return _faster_sync(run, times.sync, allowed, times.factors.get("sync", 1.0))
     return ""
 
 
 def _faster_update(
-    run: RunPlan, card: Card, work: Workload, now: UpdateTime, allowed: Callable[[RunPlan], bool]
+    run: RunPlan,
+    card: Card,
+    work: Workload,
+    now: UpdateTime,
+    allowed: Callable[[RunPlan], bool],
+    factor: float,
 ) -> str:
-    """The fastest candidate of ``orhpc tune`` on one node; between nodes no speed was measured."""
+    """The fastest candidate of ``orhpc tune`` on one node; between nodes no speed was measured.
+
+    ``factor``: by which times are calibrated.
+    """
     bound = ""
     if now.host > now.device + now.exchange:
         bound = (
@@ -63,7 +72,8 @@ def _faster_update(
             break
         if allowed(changed(run, other)):
             settings = " ".join(other.overrides)
-            return f"update about {other.seconds:.1f} s with {settings}, which fits; orhpc tune measures it"
+            seconds = factor * other.seconds
+            return f"update about {seconds:.1f} s with {settings}, which fits; orhpc tune measures it"
     return bound
 
 
@@ -79,7 +89,7 @@ def changed(run: RunPlan, candidate: Candidate) -> RunPlan:
     return replace(run, config=config, layout=layout, demand=demand, trainer=trainer)
 
 
-def _faster_sync(run: RunPlan, now: SyncTime, allowed: Callable[[RunPlan], bool]) -> str:
+def _faster_sync(run: RunPlan, now: SyncTime, allowed: Callable[[RunPlan], bool], factor: float) -> str:
     """Return the advice to send each engine rank only its own experts; empty if it saves too little."""
     engine = run.config.engine
     if run.layout.sharded or engine.tp == 1 or engine.sync_own_experts:
@@ -95,8 +105,8 @@ def _faster_sync(run: RunPlan, now: SyncTime, allowed: Callable[[RunPlan], bool]
     if sync.seconds >= (1 - _WORTH) * now.seconds or not allowed(than):
         return ""
     return (
-        f"sync about {sync.seconds:.1f} s with {' '.join(other.overrides)}; not run on GPUs yet, so check it "
-        "with engine.check_weights=true"
+        f"sync about {factor * sync.seconds:.1f} s with {' '.join(other.overrides)}; run on GPUs with "
+        "Qwen3-MoE alone, so check others with engine.check_weights=true"
     )
 
 

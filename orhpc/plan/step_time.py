@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from orhpc.plan.rollout_time import RolloutTime, predict_rollout, record_s
 from orhpc.plan.run_plan import RunPlan
@@ -51,6 +51,8 @@ class StepTimes:
     """Of whole steps."""
     parallel: bool
     """Whether rollouts and updates run at the same time."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By what :meth:`calibrated` has multiplied phases."""
 
     @property
     def seconds(self) -> float | None:
@@ -62,6 +64,16 @@ class StepTimes:
         if self.parallel:
             total -= min(known["rollout"] or 0.0, (known["update"] or 0.0) + (known["record"] or 0.0))
         return total
+
+    def calibrated(self, factors: Mapping[str, float]) -> StepTimes:
+        """Return the times with phases multiplied by ``factors``; how far they are off is not known then."""
+        phases = tuple(
+            replace(each, seconds=each.seconds * factors[each.name], error=None)
+            if each.seconds is not None and each.name in factors
+            else each
+            for each in self.phases
+        )
+        return replace(self, phases=phases, error=None, factors=factors)
 
     def longest(self, measured: Mapping[str, float]) -> str | None:
         """Return the name of the longest phase by ``measured`` seconds, else predicted ones."""

@@ -90,6 +90,81 @@ def test_unknown_gpus_have_no_times(words: list[str], capsys: pytest.CaptureFixt
     assert "the GPU is not known" in shown(capsys, *words, "--device-memory", "200")["not"]
 
 
+# --- calibrated times -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_of_other_settings_calibrates_what_is_predicted(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own times over those that are predicted for it are the factors, by phase."""
+    plain = shown(capsys, *words, "--device-memory", "139")
+    other = "train.max_tokens_per_gpu=16384"
+    own = shown(capsys, *words, other, "--device-memory", "139", "--rollout-tokens", "125")
+    run = record(words, other, events=steps(1, 5, 9.0))
+    lines = shown(capsys, *words, "--device-memory", "139")
+    assert (
+        lines["calibrated:"]
+        == f"calibrated: measured over predicted times of {run.path}, median of steps 3 to 5"
+    )
+    assert "512 rollouts of 1229 tokens, assumed" in lines["head"]  # they are not those of the run
+    factor = re.search(r"calibrated by (\d+\.\d\d);", lines["update"])
+    assert factor is not None
+    assert float(factor[1]) == pytest.approx(9.0 / seconds(own["update"]), rel=0.15)  # of other lengths
+    assert seconds(lines["update"]) == pytest.approx(seconds(plain["update"]) * float(factor[1]), rel=0.02)
+    assert "within" not in "".join(lines.values())
+    phases = [seconds(lines[name]) for name in ("rollout", "update", "record")]
+    assert seconds(lines["step"]) - sum(phases) > 0
+    named = shown(capsys, *words, "run.name=new", "--device-memory", "139", "--calibrate", str(run.path))
+    assert named["update"] == lines["update"]
+    assert "calibrated:" not in shown(capsys, *words, "run.name=new", "--device-memory", "139")
+
+
+@pytest.mark.slow
+def test_what_cannot_calibrate_is_refused_if_it_was_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(folder: Path) -> str:
+        named = ["run.name=new", "--device-memory", "139", "--calibrate", str(folder)]
+        assert main(["plan", *words, *named]) == EXIT_CONFIG
+        return capsys.readouterr().err
+
+    assert "is not a run directory" in refused(tmp_path)
+    short = record(words, name="short", events=steps(1, 2, 9.0))
+    assert "no steps after the first two" in refused(short.path)
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps(REAL["Llama-3.1-8B"][0]))
+    settings = ("rollout.record_routes=false", "train.routing_replay=false", "megatron.ep=1", "engine.ep=1")
+    other = record(
+        [words[0], f"model.path={dense}", words[2]], *settings, name="dense", events=steps(1, 4, 9.0)
+    )
+    assert "its model is dense" in refused(other.path)
+    # The config's own run is left out without a word: it was not named.
+    mine = shown(
+        capsys,
+        words[0],
+        words[1],
+        words[2],
+        "run.name=short",
+        "engine.max_running=8",
+        "--device-memory",
+        "139",
+    )
+    assert "calibrated:" not in mine
+
+
+@pytest.mark.slow
+def test_a_trainer_of_the_other_backend_does_not_calibrate_the_update(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fsdp = ("placement.devices_per_node=4", "engine.memory_fraction=0.8")
+    record(["gpu-smollm2.yaml", *words[1:]], *fsdp, events=steps(1, 5, 9.0))
+    lines = shown(capsys, *words, "--device-memory", "139")
+    assert "calibrated by" in lines["rollout"]
+    assert "calibrated by" not in lines["update"]
+
+
 # --- measured times -------------------------------------------------------------------------------
 
 

@@ -82,6 +82,10 @@ def test_the_page_shows_every_row(compared: list[step_times.Compared]) -> None:
     assert f"Of {whole[1]} whole steps that were held out {whole[0]} are within 15 %" in text
     assert f"of all {held} held-out times {near} are, of the {fitted} fitted ones {also}" in text
     assert f"Syncs are worst ({syncs[0]} of {syncs[1]} held-out ones)" in text
+    pairs = step_times.calibrated(compared)
+    before, after = (sum(abs(pair[i]) <= 0.15 for pair in pairs) for i in (0, 1))
+    assert f"Of {len(pairs)} pairs of rows that were measured on the same machine" in text
+    assert f"is within 15 % in {after}, without it in {before}" in text
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
@@ -354,7 +358,7 @@ def test_own_experts_are_advised_where_a_sync_sends_all(tmp_path: Path) -> None:
         times = predict(run, "h200", assumed_workload(run.config))
         return advice(run, times, "sync", lambda _: allowed)
 
-    found = re.match(r"sync about ([\d.]+) s with engine\.sync_own_experts=true; not run", text(*OF_FOUR))
+    found = re.match(r"sync about ([\d.]+) s with engine\.sync_own_experts=true; run on", text(*OF_FOUR))
     assert found is not None
     with_own = (*OF_FOUR, "engine.sync_own_experts=true")
     own = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", TENSOR_PARALLEL, *with_own))
