@@ -275,11 +275,12 @@ def test_no_signal_is_lost_while_slurm_is_queried_about_the_previous_one(tmp_pat
     script = tmp_path / "script"
     script.write_text(
         "job_folder=$(mktemp -d -p " + str(tmp_path) + ")\nshow_job() { sleep 0.05; echo described; }\n"
-        f"{handler}sleep 1 & task=$!\necho ready\n"
+        f"{handler}exec 3<&0\ncat <&3 >/dev/null & task=$!\necho ready\n"  # until communicate() below
         'while true; do wait "$task"; kill -0 "$task" 2>/dev/null || break; done\nwait\n'
         'cat "$job_folder/first" "$job_folder/again"\n'
     )
-    shells = [subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True) for _ in range(12)]
+    pipe = subprocess.PIPE
+    shells = [subprocess.Popen(["bash", script], stdin=pipe, stdout=pipe, text=True) for _ in range(12)]
     for index, shell in enumerate(shells):
         assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
         shell.send_signal(signal.SIGUSR2)
