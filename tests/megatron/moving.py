@@ -29,4 +29,4 @@ def install() -> None:
     OffloadManager.sleep = record  # type: ignore[method-assign]
     if "ORHPC_TEST_STAYS" in os.environ:
         SharedDevice.engines_serve = lambda self: setattr(self, "_needed", 1.0)  # type: ignore[method-assign]
-        SharedDevice.has_room = lambda self: self._needed > 0  # type: ignore[method-assign]
+        SharedDevice.has_room = lambda self: self._needed is not None  # type: ignore[method-assign]
