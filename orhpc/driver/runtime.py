@@ -204,10 +204,7 @@ class Runtime:
         if self.engines is None or not await self._note_ended_engines():
             return
         if self.engines.needs_shared_devices:
-            try:
-                await self.trainers.sleep(all_moves=True)
-            except RayLost as error:  # the update reports it
-                log.error("%s", error)
+            await _unless_lost(self.trainers.sleep(all_moves=True))
         self.engines.begin_restarts()
 
     async def _note_ended_engines(self) -> bool:
@@ -287,7 +284,7 @@ class Runtime:
             await self._workers_generate(False)
             await self.engines.await_starts(shared=True)
             await self.engines.release()
-        reloaded = await self._wake_trainers()
+        reloaded = await _unless_lost(self.trainers.wake())
         numbers = await self._compare_engines(answers)
         numbers |= {f"seconds_engines_{name}": seconds for name, seconds in phases.seconds.items()}
         if offloaded and reloaded:
@@ -306,20 +303,8 @@ class Runtime:
         """Let trainers measure what serving engines use of their devices; without the memory of one that is
         down they would keep too much."""
         assert self.engines is not None
-        if self.engines.down:
-            return
-        try:
-            await self.trainers.all(TrainerRank.measure_engines)
-        except RayLost as error:  # the update reports it
-            log.error("%s", error)
-
-    async def _wake_trainers(self) -> dict[str, float]:
-        """Reload the trainers' state; if a trainer has died, the update reports it, and the result stays."""
-        try:
-            return await self.trainers.wake()
-        except RayLost as error:
-            log.error("%s", error)
-            return {}
+        if not self.engines.down:
+            await _unless_lost(self.trainers.all(TrainerRank.measure_engines))
 
     async def _workers_generate(self, on: bool) -> None:
         """Let rollouts that are carried over pause or go on; on dedicated devices they always go on."""
@@ -377,6 +362,15 @@ class Runtime:
         if self.engines is not None:
             await self.engines.close()
         await self.trainers.close()
+
+
+async def _unless_lost(work: Awaitable[A]) -> A | None:
+    """Return what trainers answer; None if one has died, which the update that follows reports."""
+    try:
+        return await work
+    except RayLost as error:
+        log.error("%s", error)
+        return None
 
 
 def _recreate(folder: Path) -> None:

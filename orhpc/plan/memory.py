@@ -40,7 +40,7 @@ ENGINE_ASLEEP_BYTES = 7 * GIB
 """What a sleeping engine keeps of a device: context, CUDA graphs, communicators.  Measured: 8 GB with a model
 of 135 M parameters on an H100, 7.2 GB at TP 2 with one of 30 B on H200s."""
 ENGINE_WORK_BYTES = 4 * GIB
-"""What a serving engine uses of a device besides: activations of prefills."""
+"""Activations of a serving engine, which ``engine.memory_fraction`` does not count."""
 SERVING_MARGIN_BYTES = 4 * GIB
 """Device memory that must be free while engines serve, for trainers to keep their state on the device: what
 engines allocate outside of ``engine.memory_fraction`` differs from step to step."""

@@ -350,7 +350,7 @@ class Backend(WeightSource):
 
     # --- memory -------------------------------------------------------------------------------
 
-    def release_gradients(self, stays: Callable[[], bool] = lambda: False) -> OffloadStats | None:
+    def release_gradients(self, stays: Callable[[], bool]) -> OffloadStats | None:
         """Free the device memory that only an update uses, gradients included.
 
         Called before a weight sync with engines that share the device; :meth:`sleep` follows the sync.
@@ -367,7 +367,10 @@ class Backend(WeightSource):
         return None
 
     def sleep(self) -> OffloadStats:
-        """Move all state to pinned host memory; without a device do nothing and return zeros."""
+        """Move all state to pinned host memory; without a device do nothing and return zeros.
+
+        :meth:`release_gradients` comes first.
+        """
         if not self._offload.moves or self._offload.asleep:
             return OffloadStats()
         return self._offload.sleep(*self._offloaded())

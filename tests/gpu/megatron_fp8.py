@@ -46,8 +46,8 @@ def _fp8_asleep(folder: Path, minibatch: Any) -> Row:
             for weights in trainer.backend._cached_tensors._quantized:
                 weights.clear()
             given -= torch.cuda.memory_allocated()
-            trainer.backend.sleep()
-            trainer.backend.wake()
+            trainer.sleep()
+            trainer.wake()
         norms.append(trainer.step([minibatch], step=1)["grad_norm"])
         kit.close(trainer)
     note = f"{given / linear:.3f} bytes a weight given back, 2 expected; gradient norms {norms}"

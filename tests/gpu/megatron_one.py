@@ -297,8 +297,8 @@ def optimizer() -> Rows:
         held = torch.cuda.memory_allocated()
         weights = sum(math.prod(shape) for shape in trainer.backend.parameter_shapes().values())
         left = _left_behind(trainer)
-        trainer.backend.sleep()
-        trainer.backend.wake()
+        trainer.sleep()
+        trainer.wake()
         norms += [trainer.step([minibatch], step=i)["grad_norm"] for i in (2, 3)]
         kit.close(trainer)
         plain, most = plain or norms, most or held

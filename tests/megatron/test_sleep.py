@@ -42,7 +42,7 @@ def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> d
     steps = [trainer.step([planned(make_samples(8), 1)], step=0)]
     held = _tensors(dispatchers)
     if sleeps:
-        backend.sleep()
+        trainer.sleep()
     left = _tensors(dispatchers)
     steps.append(trainer.step([planned(make_samples(8, seed=1), 1)], step=1))
     # On a GPU all of these tensors would be offloaded; here no tensor is on a device.

@@ -222,14 +222,9 @@ class MegatronBackend(Backend):
     def _optimizers(self) -> list[MegatronOptimizer]:
         return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
 
-    def release_gradients(self, stays: Callable[[], bool] = lambda: False) -> OffloadStats | None:
+    def release_gradients(self, stays: Callable[[], bool]) -> OffloadStats | None:
         self._cached_tensors.drop()
         return super().release_gradients(stays)
-
-    def sleep(self) -> OffloadStats:
-        """Move weights and optimizer state to pinned host memory, and free the gradients' memory."""
-        self.release_gradients()
-        return super().sleep()
 
     def close(self) -> None:
         leave_groups()

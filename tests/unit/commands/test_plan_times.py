@@ -142,15 +142,8 @@ def test_what_cannot_calibrate_is_refused_if_it_was_named(
     assert "its model is dense" in refused(other.path)
     # The config's own run is left out without a word: it was not named.
     mine = shown(
-        capsys,
-        words[0],
-        words[1],
-        words[2],
-        "run.name=short",
-        "engine.max_running=8",
-        "--device-memory",
-        "139",
-    )
+        capsys, *words[:3], "run.name=short", "engine.max_running=8", "--device-memory", "139"
+    )  # fmt: skip
     assert "calibrated:" not in mine
 
 
