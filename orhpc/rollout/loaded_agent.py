@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.config import Config
+from orhpc.config.rollout import GROUP_FILTERS
 from orhpc.errors import ConfigError, ModelError, OrhpcError
 from orhpc.models import vocabulary_of
 from orhpc.models.images import processor_template, sees_images
+from orhpc.process.lean_transformers import import_without_torch
 from orhpc.process.user_code import user_error
 from orhpc.rollout.agent import (
     AgentContext,
@@ -120,6 +122,30 @@ def zero(rollout: Rollout) -> float:
     return 0.0
 
 
+def import_transformers(config: Config, model_dir: str) -> None:
+    """Import transformers in the process of a worker, without torch if its tokenizers are all that it needs.
+
+    Code of the user or of the model's folder may need torch, and so do processors of images.
+    """
+    settings = config.rollout
+    runs_code = (
+        settings.custom_agent is not None
+        or settings.custom_reward is not None
+        or settings.filter not in GROUP_FILTERS
+        or config.model.trust_remote_code
+    )
+    try:
+        reads_images = settings.max_images > 0 and sees_images(_model_config(model_dir))
+    except (OSError, ValueError):
+        return  # load_agent reports it
+    if not runs_code and not reads_images:
+        import_without_torch()
+
+
+def _model_config(model_dir: str) -> dict[str, Any]:
+    return json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
+
+
 def load_agent(config: Config, model_dir: str) -> Agent:
     """Load tokenizer, chat format and the user's functions.
 
@@ -137,7 +163,7 @@ def load_agent(config: Config, model_dir: str) -> Agent:
     settings, trusted = config.rollout, config.model.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trusted)
-        model = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
+        model = _model_config(model_dir)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model.path: {model_dir}: no tokenizer or no config.json: {reason}") from None

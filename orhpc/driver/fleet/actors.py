@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -107,16 +107,29 @@ async def _raise_cause(calls: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def spawn(
-    kind: type[Any], node_id: str, secrets: SecretSources, *args: Any, **options: Any
+    kind: type[Any],
+    node_id: str,
+    secrets: SecretSources,
+    *args: Any,
+    prepare: Callable[[], None] | None = None,
+    **options: Any,
 ) -> ActorHandle[Any]:
     """Start an actor on a node; Ray never restarts it, and never retries its calls.
 
-    ``secrets``: the config's secrets, which the actor's process removes from its logs and output.
+    Args:
+        kind: its class.
+        node_id: Ray's id of the node.
+        secrets: the config's secrets, which the actor's process removes from its logs and output.
+        args: of the class.
+        prepare: called in the actor's process before the actor is made.
+        options: of ``ray.remote``.
     """
 
     class Protected(kind):
         def __init__(self, *args: Any) -> None:
             protect_process(*secrets)
+            if prepare is not None:
+                prepare()
             super().__init__(*args)
 
     Protected.__name__ = Protected.__qualname__ = kind.__name__  # Ray names the process after it

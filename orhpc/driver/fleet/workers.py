@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, overload
 
@@ -32,6 +33,7 @@ from orhpc.driver.fleet.worker_handle import WorkerHandle
 from orhpc.errors import InfraError, OrhpcError, WorkerDied, WorkerFails, policy_of
 from orhpc.plan.placement import Node, Placement
 from orhpc.process.memory_limit import kills, verdict_since
+from orhpc.rollout.loaded_agent import import_transformers
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import record_path
@@ -87,6 +89,7 @@ class WorkerSetup:
             config.secret_sources,
             *arguments,
             self.environment_key,
+            prepare=partial(import_transformers, config, self.model_dir),
             max_concurrency=concurrency,
             concurrency_groups={CONTROL: 1},
         )
