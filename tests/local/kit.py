@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from orhpc.launch.node.scratch import STATE_PREFIX
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.prompt_ledger import Balance, balance_of, read_lineage
@@ -109,6 +112,12 @@ def children_of(rundir: RunDir) -> list[str]:
             if str(rundir.path) in line:
                 found.append(line)
     return found
+
+
+def state_folder(process: subprocess.Popen[str]) -> Path:
+    """The folder of the trainers' state, whose lock the run's launcher holds; other runs may have theirs."""
+    (lock,) = [Path(f.path) for f in psutil.Process(process.pid).open_files() if STATE_PREFIX in f.path]
+    return lock.parent
 
 
 def wait_gone(rundir: RunDir, timeout: float = 60) -> list[str]:

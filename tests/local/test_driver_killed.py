@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.launch.node import scratch
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 from tests.local import kit
@@ -25,10 +24,11 @@ def driver_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 def test_a_killed_driver_is_restarted_in_place_and_no_step_is_lost(tmp_path: Path) -> None:
     """Nothing is committed before the end, so that a restart from a commit would cost all steps."""
-    rundir, earlier = RunDir(tmp_path / "tiny"), scratch.abandoned(Path("/dev/shm"), scratch.STATE_PREFIX)
+    rundir = RunDir(tmp_path / "tiny")
     settings = ["train.steps=8", "wandb.enabled=false", "checkpoint.save_interval=100", kit.ONE_DEVICE]
     with kit.started(tmp_path, *settings) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
+        state = kit.state_folder(process)
         first = driver_of(process)
         killed = time.time()
         first.send_signal(signal.SIGKILL)
@@ -49,4 +49,4 @@ def test_a_killed_driver_is_restarted_in_place_and_no_step_is_lost(tmp_path: Pat
     balance = kit.assert_balanced(rundir)
     assert not balance.problems
     assert kit.wait_gone(rundir) == []
-    assert not (scratch.abandoned(Path("/dev/shm"), scratch.STATE_PREFIX) - earlier)
+    assert not state.exists()

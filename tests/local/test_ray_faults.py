@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.launch.node import scratch
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 from tests.local import kit
@@ -26,10 +25,11 @@ def test_the_run_finishes_in_place_after_ray_s_processes_end(tmp_path: Path) -> 
 
     Nothing is committed before the end, so each of them would otherwise cost all steps.
     """
-    rundir, earlier = RunDir(tmp_path / "tiny"), scratch.abandoned(Path("/dev/shm"), scratch.STATE_PREFIX)
+    rundir = RunDir(tmp_path / "tiny")
     settings = ["train.steps=9", "wandb.enabled=false", "checkpoint.save_interval=100"]
     with kit.started(tmp_path, *settings) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 2)
+        state = kit.state_folder(process)
         processes_of(process, "gcs_server")[0].kill()
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 4)
         others = {p.pid for name in ("EngineProcess", "RolloutWorker") for p in processes_of(process, name)}
@@ -53,4 +53,4 @@ def test_the_run_finishes_in_place_after_ray_s_processes_end(tmp_path: Path) -> 
     before = max(e["step"] for e in events[: events.index(starts[1])] if e["event"] == "step")
     assert starts[1]["step"] == before
     assert sorted(e["step"] for e in events if e["event"] == "step") == list(range(1, 10))  # none twice
-    assert not (scratch.abandoned(Path("/dev/shm"), scratch.STATE_PREFIX) - earlier)
+    assert not state.exists()

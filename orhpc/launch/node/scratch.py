@@ -33,8 +33,10 @@ class LockedFolder:
     def __init__(self, parent: Path, prefix: str) -> None:
         sweep(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._lock = (self.path / _LOCK).open("w")
+        unlocked = self.path / f"{_LOCK}.new"
+        self._lock = unlocked.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(self.path / _LOCK)  # locked before another start, which sweeps, can find it
 
     def remove(self) -> None:
         """Remove the folder and its contents."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,21 @@ def test_the_folder_of_a_killed_attempt_is_swept_and_that_of_a_live_one_is_not()
     assert living.temporary.is_dir()
     living.remove()
     assert not living.path.exists()
+
+
+def test_a_folder_that_is_being_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+    swept: list[Path] = []
+
+    def after_another_start(lock: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        swept.extend(sweep(tmp_path, "folder-"))
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_another_start)
+    folder = scratch.LockedFolder(tmp_path, "folder-")
+    assert swept == sweep(tmp_path, "folder-") == []
+    folder.remove()
 
 
 def test_copies_of_the_state_are_private_and_swept_once_their_launcher_is_gone(
