@@ -19,18 +19,18 @@ class Error:
 
 ERRORS: dict[str, Error] = {
     "generate, mixture": Error(9, 0.12, 0.23),
-    "record, mixture": Error(5, 0.04, 0.13),
+    "record, mixture": Error(7, 0.04, 0.13),
     "rollout, dense": Error(7, 0.06, 0.36),
-    "rollout, mixture": Error(9, 0.06, 0.17),
-    "sleep, mixture": Error(7, 0.11, 0.42),
+    "rollout, mixture": Error(11, 0.06, 0.17),
+    "sleep, mixture": Error(9, 0.11, 0.42),
     "step, dense": Error(7, 0.08, 0.1),
-    "step, mixture": Error(9, 0.09, 0.27),
+    "step, mixture": Error(11, 0.08, 0.27),
     "sync, dense": Error(2, 0.1, 0.21),
-    "sync, mixture": Error(18, 0.15, 0.41),
+    "sync, mixture": Error(20, 0.15, 0.41),
     "update, dense, fsdp": Error(9, 0.07, 0.18),
     "update, dense, megatron": Error(4, 0.08, 0.26),
     "update, mixture, fsdp": Error(1, 0.08, 0.08),
-    "update, mixture, megatron": Error(26, 0.11, 0.53),
-    "wake, mixture": Error(7, 0.17, 0.29),
+    "update, mixture, megatron": Error(28, 0.1, 0.53),
+    "wake, mixture": Error(9, 0.17, 0.71),
 }
 """By phase, kind of model and, for updates, backend."""
