@@ -7,8 +7,9 @@ gives the ``arguments`` of the command line, ``variables`` to set first, and ``h
 wait for, or null.  The process exits if the input ends without such a line, or when the process that started
 it ends, which also limits the wait.
 
-``ray start`` is patched in four ways for which it has no options: it accepts a loopback address, a GCS that
-has ended is restarted, two servers that no run uses are not started, and a node has more than 30 s to start.
+``ray start`` is patched in five ways for which it has no options: it accepts a loopback address, a GCS that
+has ended is restarted, two servers that no run uses are not started, commands that no run uses are not
+imported, and a node has more than 30 s to start.
 """
 
 from __future__ import annotations

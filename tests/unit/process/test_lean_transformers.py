@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from orhpc.models.bundled import ensure
+from tests.unit.process.test_lean_openreward import run_python
 
-
-def output_of(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+AS_ONE = "sys.stderr = sys.stdout\n"
+"""What is logged counts as well."""
 
 
 @pytest.mark.slow
@@ -33,7 +28,7 @@ assert "torch" not in sys.modules and "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in
 import torch
 assert torch.ones(2).sum() == 2
 """
-    assert output_of(lean) == output_of(tokenized)
+    assert run_python(AS_ONE + lean) == run_python(AS_ONE + tokenized)
 
 
 @pytest.mark.slow
@@ -45,4 +40,4 @@ import_without_torch()
 from transformers import AutoModelForCausalLM
 print(AutoModelForCausalLM.from_config.__name__)
 """
-    assert output_of(code) == "from_config\n"
+    assert run_python(AS_ONE + code) == "from_config\n"

@@ -14,6 +14,7 @@ import pytest
 
 from orhpc.config import Config, EnvironmentSettings
 from orhpc.errors import ConfigError, ModelError, UserCodeError
+from orhpc.rollout import loaded_agent
 from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.loaded_agent import load_agent
 from orhpc.rollout.transcript import RolloutRequest
@@ -201,3 +202,37 @@ def test_a_folder_without_a_tokenizer_gives_a_one_line_error(tmp_path: Path, mod
         load_agent(config_of(record_routes=True), model_dir)
     with pytest.raises(ConfigError, match=r"rollout\.custom_agent"):
         load_agent(config_of(custom_agent="nothing"), model_dir)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lean"),
+    [
+        ({}, True),
+        ({"filter": "equal_rewards"}, True),
+        ({"filter": "user.module:keep"}, False),
+        ({"custom_reward": "user.module:judge"}, False),
+        ({"custom_agent": "user.module:agent"}, False),
+    ],
+)
+def test_transformers_is_imported_whole_for_code_of_the_user(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], lean: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(loaded_agent, "import_without_torch", lambda: calls.append(True))
+    loaded_agent.import_transformers(config_of(**settings), model_dir)
+    assert calls == [True] * lean
+
+
+def test_transformers_is_imported_whole_for_a_model_that_sees_and_for_its_code(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(loaded_agent, "import_without_torch", lambda: calls.append(True))
+    config = config_of()
+    trusted = config.model.model_copy(update={"trust_remote_code": True})
+    loaded_agent.import_transformers(config.model_copy(update={"model": trusted}), model_dir)
+    Path(model_dir, "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    loaded_agent.import_transformers(config, model_dir)
+    Path(model_dir, "config.json").unlink()
+    loaded_agent.import_transformers(config, model_dir)  # load_agent reports it
+    assert not calls
