@@ -52,6 +52,16 @@ def rotary_kinds(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
             yield str(values.get("rope_type") or values.get("type") or "default"), values
 
 
+def rotate_as_published(config: Any) -> None:
+    """Let MiniMax-M2 rotate only the first ``rotary_dim`` numbers of a head, as its published configs say.
+
+    ``config``: of transformers, whose release 5.12 ignores this key and rotates all; 5.23 reads it.
+    """
+    rotated, rope = getattr(config, "rotary_dim", None), getattr(config, "rope_parameters", None)
+    if config.model_type == "minimax_m2" and rotated and isinstance(rope, dict):
+        rope.setdefault("partial_rotary_factor", rotated / config.head_dim)
+
+
 def changing_positions(text: Mapping[str, Any]) -> tuple[str, int] | None:
     """Return the kind of length-dependent rotary positions, and the length up to which they are constant.
 

@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from orhpc.errors import ModelError
 from orhpc.models.forward_check import unknown_positions
 from orhpc.models.images import sees_images
+from orhpc.models.rotary import rotate_as_published
 from orhpc.models.seeing import attention_of, auto_class
 from orhpc.train.attention import adapters
 from orhpc.train.attention import packed as packed_attention
@@ -48,6 +49,7 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: boo
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
+    rotate_as_published(config)
     config.use_cache = False
     return config
 

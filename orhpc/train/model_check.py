@@ -33,6 +33,7 @@ from orhpc.models.forward_check import (
     samples_for,
     with_likely_tokens,
 )
+from orhpc.models.rotary import rotate_as_published
 from orhpc.models.seeing import auto_class
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
@@ -80,6 +81,7 @@ def _checked(backend: Backend, config: Config, model_dir: str) -> str:
     plain = AutoConfig.from_pretrained(
         model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
     )
+    rotate_as_published(plain)
     text = ""
     reference: _Reference | None = None
     if backend.reports and backend.data_rank == 0:
@@ -209,6 +211,7 @@ def _computed(config: Config, plain: Any, model_dir: str, samples: Samples) -> _
         auto_class(plain)
         .from_pretrained(
             model_dir,
+            config=plain,
             dtype=torch.float32,
             attn_implementation="eager" if capped else None,
             trust_remote_code=config.model.trust_remote_code,

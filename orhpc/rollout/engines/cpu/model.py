@@ -24,6 +24,7 @@ from orhpc.models.forward_check import (
     unknown_positions,
 )
 from orhpc.models.images import ImageProcessor
+from orhpc.models.rotary import rotate_as_published
 from orhpc.models.seeing import ImageFeatures, attention_of, auto_class, language_inputs
 from orhpc.rollout.engines.cpu.kv_cache import SlotCache, make_plan
 from orhpc.types import Image
@@ -260,12 +261,17 @@ def load_model(
     config: Any = None
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        rotate_as_published(config)
         if load_format == "dummy":
             torch.manual_seed(seed)
             model = auto_class(config).from_config(config, dtype=wanted, trust_remote_code=trust_remote_code)
         else:
             model = auto_class(config).from_pretrained(
-                path, dtype=wanted, local_files_only=True, trust_remote_code=trust_remote_code
+                path,
+                config=config,
+                dtype=wanted,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
             )
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         if isinstance(error, KeyError) and config is not None and (problem := unknown_positions(config)):
