@@ -23,11 +23,8 @@ def check_model(config: Config, shape: ModelShape, folder: Path) -> None:
     _check_positions(config, folder)
     _check_weights(config, folder)
     served = config.engine.backend == "sglang" and config.train.replay_rollouts is None
-    if served and shape.family.sglang_ignores_dense_layers and read_config(folder).get("mlp_only_layers"):
-        raise ConfigError(
-            f"model.path: {config.model.path} has dense layers (mlp_only_layers), which SGLang loads as "
-            "sparse layers"
-        )
+    if served and (misread := shape.family.sglang_misreads(read_config(folder))):
+        raise ConfigError(f"model.path: {config.model.path} has {misread}")
     for setting in ("rollout.record_routes", "train.routing_replay"):
         section, _, name = setting.partition(".")
         if not shape.experts and getattr(getattr(config, section), name):

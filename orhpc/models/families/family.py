@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from orhpc.errors import ModelError
-from orhpc.models.families.layer_rules import every_layer, no_shared_experts, unlimited
+from orhpc.models.families.layer_rules import every_layer, no_shared_experts, nothing_misread, unlimited
 from orhpc.models.families.vision import VisionTower
 
 UNTIED: Mapping[str, Any] = {"tie_word_embeddings": False}
@@ -124,9 +124,9 @@ class Family:
     chunked: bool = False
     """Whether spans are chunks that restart, instead of sliding windows."""
     megatron: MegatronTraits = MegatronTraits()
-    sglang_ignores_dense_layers: bool = False
-    """Whether SGLang (0.5.16, 0.5.23) ignores ``mlp_only_layers``, and so expects experts in dense layers."""
-
+    sglang_misreads: Callable[[Mapping[str, Any]], str] = nothing_misread
+    """Given ``config.json``: what the model has that SGLang (0.5.16, 0.5.23) loads incorrectly, without an
+    error; empty: nothing."""
     sglang_starts_empty: bool = False
     """Whether SGLang's modules (0.5) have no persistent tensors but those of a checkpoint, so that an
     engine may start with random weights, all of which the first weight sync replaces."""
@@ -149,6 +149,7 @@ class Family:
             nested=True,
             prefix="language_model.model.",
             head="language_model.lm_head.weight",
+            sglang_misreads=nothing_misread,
             sglang_starts_empty=False,
             megatron=replace(
                 self.megatron,

@@ -12,6 +12,11 @@ from typing import Any
 from orhpc.models.families.family import UNTIED, Family, MegatronTraits
 
 
+def _unloaded_experts(config: Mapping[str, Any]) -> str:
+    """``Llama4ForCausalLM`` loads weights as Llama 3 does, and skips experts with a line in the log."""
+    return "experts, which SGLang loads only for models that also see images (model_type: llama4)"
+
+
 def _interleaved(values: Mapping[str, Any], index: int) -> bool:
     listed = values.get("moe_layers")
     return index in listed if listed is not None else (index + 1) % values["interleave_moe_layer_step"] == 0
@@ -70,6 +75,7 @@ LLAMA4_TEXT = Family(
     megatron=MegatronTraits(
         interleaved_rotary=True, layer_traits=True, sigmoid_router=True, weighted_expert_inputs=True
     ),
+    sglang_misreads=_unloaded_experts,
 )
 
 LLAMA4 = LLAMA4_TEXT.with_images("llama4")

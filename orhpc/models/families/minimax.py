@@ -5,11 +5,22 @@ Experts are named as Mixtral's; queries and keys are normalized over all heads t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from orhpc.models.families.family import UNTIED, MegatronTraits
 from orhpc.models.families.layer_rules import unlimited
 from orhpc.models.families.mistral import MIXTRAL
+
+
+def _missing_keys(config: Mapping[str, Any]) -> str:
+    """SGLang needs keys of the published configs that transformers neither needs nor writes."""
+    rope = config.get("rope_parameters") or {}
+    needed = ["use_qk_norm", "use_routing_bias"] + ["rotary_dim"] * ("partial_rotary_factor" in rope)
+    missing = [f"no {key}" for key in needed if not config.get(key)]
+    return f"{', '.join(missing)} in its config.json, so that SGLang builds another model" if missing else ""
+
 
 MINIMAX_M2 = replace(
     MIXTRAL,
@@ -27,4 +38,5 @@ MINIMAX_M2 = replace(
     correction_bias="e_score_correction_bias",
     span=unlimited,
     megatron=MegatronTraits(sigmoid_router=True),
+    sglang_misreads=_missing_keys,
 )

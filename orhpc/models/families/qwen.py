@@ -25,6 +25,11 @@ def _window_if_enabled(values: Mapping[str, Any], index: int) -> int | None:
     return window_if(values, bool(values.get("use_sliding_window")))
 
 
+def _dense_layers(config: Mapping[str, Any]) -> str:
+    found = config.get("mlp_only_layers")
+    return "dense layers (mlp_only_layers), which SGLang loads as sparse layers" if found else ""
+
+
 def _every_nth(values: Mapping[str, Any], index: int) -> bool:
     return index not in values["mlp_only_layers"] and (index + 1) % values["decoder_sparse_step"] == 0
 
@@ -61,7 +66,7 @@ QWEN2_MOE = Family(
     shared_gate="shared_expert_gate",
     shared_width=_gated_shared_expert,
     sparse=_every_nth,
-    sglang_ignores_dense_layers=True,
+    sglang_misreads=_dense_layers,
 )
 
 QWEN3 = Family(
@@ -90,7 +95,7 @@ QWEN3_MOE = replace(
     moe="mlp",
     sparse=_every_nth,
     span=_window_if_enabled,
-    sglang_ignores_dense_layers=True,
+    sglang_misreads=_dense_layers,
 )
 
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"

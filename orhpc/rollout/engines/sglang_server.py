@@ -38,6 +38,7 @@ from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
 from orhpc.rollout.engines.sglang_imports import hide_megatron, wait_before_loading_models
+from orhpc.rollout.engines.sglang_models import repair_models
 from orhpc.rollout.engines.sglang_pause import shorten_pauses
 from orhpc.rollout.engines.sglang_routes import allocate_routes_when_used, pack_routes
 from orhpc.rollout.engines.start_log import BEGIN
@@ -140,10 +141,8 @@ def refuse_misread_models(folder: Path) -> None:
         return
     config = json.loads(file.read_text())
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is not None and family.sglang_ignores_dense_layers and config.get("mlp_only_layers"):
-        raise ConfigError(
-            f"model.path: {folder} has dense layers (mlp_only_layers), which SGLang loads as sparse layers"
-        )
+    if family is not None and (misread := family.sglang_misreads(config)):
+        raise ConfigError(f"model.path: {folder} has {misread}")
 
 
 def resolve_options(arguments: Sequence[str], known: set[str], who: str) -> list[str]:
@@ -191,4 +190,5 @@ if __name__ == "__mp_main__":  # SGLang's own processes, which multiprocessing h
     hide_megatron()
     allocate_routes_when_used()
     pack_routes()
+    repair_models()
     wait_before_loading_models()

@@ -38,6 +38,8 @@ def _recomputing(module: str) -> dict[str, Any]:
 
 
 _LLAMA4 = {"model_type": "llama4_text"}
+_RECORDED = {"replay_rollouts": "/of/another/run"}
+"""Without engines."""
 _WINDOWED = {**REAL["Llama-3.1-8B"][0], "model_type": "mistral", "sliding_window": 4096}
 
 
@@ -58,7 +60,8 @@ _WINDOWED = {**REAL["Llama-3.1-8B"][0], "model_type": "mistral", "sliding_window
             {**_MEGATRON, "megatron": {"cp": 2}},
             "cp: attention in chunks of 8192",
         ),
-        (_LLAMA4, 8192, {**_MEGATRON, "megatron": {"cp": 2}}, ""),
+        (_LLAMA4, 8192, {"train": {**_MEGATRON["train"], **_RECORDED}, "megatron": {"cp": 2}}, ""),
+        (_LLAMA4, 8192, {}, "has experts, which SGLang loads only for models that also see images"),
         (
             {**REAL["DeepSeek-V3"][0], "model_type": "deepseek_v32"},
             4096,

@@ -267,16 +267,26 @@ def test_a_starlette_release_that_bypasses_the_key_is_refused(monkeypatch: pytes
             sglang_server.refuse_old_starlette()
 
 
-@pytest.mark.parametrize(("family", "dense", "refused"), [
-    ("qwen3_moe", [0], True), ("qwen3_moe", [], False), ("qwen2_moe", [0], True), ("llama", [0], False),
-    ("unknown", [0], False),
+_DENSE: dict[str, Any] = {"mlp_only_layers": [0]}
+_MINIMAX: dict[str, Any] = {"use_qk_norm": True, "use_routing_bias": True}
+_PARTIAL: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(("family", "more", "refused"), [
+    ("qwen3_moe", _DENSE, "mlp_only_layers"), ("qwen3_moe", {"mlp_only_layers": []}, ""),
+    ("qwen2_moe", _DENSE, "mlp_only_layers"), ("llama", _DENSE, ""), ("unknown", _DENSE, ""),
+    ("llama4_text", {}, "has experts, .*also see images"), ("llama4", {}, ""),
+    ("minimax_m2", {}, "has no use_qk_norm, no use_routing_bias in its config.json"),
+    ("minimax_m2", _MINIMAX, ""), ("minimax_m2", _MINIMAX | {"rotary_dim": 64}, ""),
+    ("minimax_m2", _MINIMAX | _PARTIAL, "has no rotary_dim in its config.json"),
+    ("minimax_m2", _MINIMAX | _PARTIAL | {"rotary_dim": 64}, ""),
 ])  # fmt: skip
 def test_models_that_sglang_reads_incorrectly_are_refused(
-    tmp_path: Path, family: str, dense: list[int], refused: bool
+    tmp_path: Path, family: str, more: dict[str, Any], refused: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "mlp_only_layers": dense}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **more}))
     if refused:
-        with pytest.raises(ConfigError, match="mlp_only_layers"):
+        with pytest.raises(ConfigError, match=refused):
             sglang_server.refuse_misread_models(tmp_path)
     else:
         sglang_server.refuse_misread_models(tmp_path)
