@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from orhpc.models.families import FAMILIES
+
 _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 """Keys of a config from which SGLang reads the longest context, the first that is set."""
 
@@ -53,12 +55,15 @@ def rotary_kinds(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
 
 
 def rotate_as_published(config: Any) -> None:
-    """Let MiniMax-M2 rotate only the first ``rotary_dim`` numbers of a head, as its published configs say.
+    """Let a model rotate as much of each head as its published config says (MiniMax-M2: ``rotary_dim``).
 
-    ``config``: of transformers, whose release 5.12 ignores this key and rotates all; 5.23 reads it.
+    ``config``: of transformers, whose release 5.12 ignores the key and rotates whole heads; 5.23 reads it
+    (transformers' issue 48241, pull request 48486).
     """
-    rotated, rope = getattr(config, "rotary_dim", None), getattr(config, "rope_parameters", None)
-    if config.model_type == "minimax_m2" and rotated and isinstance(rope, dict):
+    family = FAMILIES.get(config.model_type)
+    rotated = getattr(config, family.rotated_key, None) if family is not None and family.rotated_key else None
+    rope = getattr(config, "rope_parameters", None)
+    if rotated and isinstance(rope, dict):
         rope.setdefault("partial_rotary_factor", rotated / config.head_dim)
 
 

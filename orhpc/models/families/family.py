@@ -124,6 +124,9 @@ class Family:
     chunked: bool = False
     """Whether spans are chunks that restart, instead of sliding windows."""
     megatron: MegatronTraits = MegatronTraits()
+    rotated_key: str = ""
+    """Key of published configs with how many numbers of each head have rotary positions, which transformers
+    may ignore (:func:`orhpc.models.rotary.rotate_as_published`); empty: it reads all that they say."""
     sglang_misreads: Callable[[Mapping[str, Any]], str] = nothing_misread
     """Given ``config.json``: what the model has that SGLang (0.5.16, 0.5.23) loads incorrectly, without an
     error; empty: nothing."""

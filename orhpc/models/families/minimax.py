@@ -38,5 +38,6 @@ MINIMAX_M2 = replace(
     correction_bias="e_score_correction_bias",
     span=unlimited,
     megatron=MegatronTraits(sigmoid_router=True),
+    rotated_key="rotary_dim",
     sglang_misreads=_missing_keys,
 )
