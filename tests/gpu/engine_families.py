@@ -33,48 +33,89 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 4096,
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 256}
+_DEEPSEEK_EXPERTS = {
+    **_EXPERTS, "n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 # SGLang's kernels for latent attention are written for the published sizes.
 _LATENT = {
     "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 16, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "head_dim": 64, "moe_layer_freq": 1,
-    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "rope_theta": 10000.0,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
+_MILLION = {"rope_theta": 1e6}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3": ("megatron", {**_EXPERTS, **_LATENT}),
+    "deepseek_v3": (
+        "megatron",
+        {
+            **_DEEPSEEK_EXPERTS, **_LATENT, "n_group": 4, "topk_group": 2, "moe_layer_freq": 1,
+            "routed_scaling_factor": 2.5, "rope_theta": 10000, "max_position_embeddings": 163840,
+            "rope_scaling": {
+                "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
     "glm4_moe": (
         "megatron",
         {
-            "use_qk_norm": True, "attention_bias": True, "n_routed_experts": 16, "n_shared_experts": 1,
-            "first_k_dense_replace": 1, **_EXPERTS,
+            **_DEEPSEEK_EXPERTS, **_MILLION, "use_qk_norm": True, "attention_bias": True,
+            "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5,
         },
     ),
-    "glm4_moe_lite": ("megatron", {**_EXPERTS, **_LATENT, "n_group": 1, "topk_group": 1}),
+    "glm4_moe_lite": (
+        "megatron", {**_DEEPSEEK_EXPERTS, **_LATENT, **_MILLION, "routed_scaling_factor": 1.8}
+    ),
     "minimax_m2": (
         "megatron",
         {
             "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256,
             "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True,
-            "qk_norm_type": "per_layer", "head_dim": 128, "rotary_dim": 64,
+            "qk_norm_type": "per_layer", "head_dim": 128, "rotary_dim": 64, "rope_theta": 5e6,
         },
     ),
-    "mixtral": ("megatron", {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 256}),
+    "mixtral": (
+        "megatron",
+        {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 256, **_MILLION},
+    ),
     "qwen2_moe": (
         "megatron",
-        {"num_experts": 16, "shared_expert_intermediate_size": 256, "norm_topk_prob": False, **_EXPERTS},
+        {
+            "num_experts": 16, "shared_expert_intermediate_size": 256, "norm_topk_prob": False, **_EXPERTS,
+            **_MILLION,
+        },
     ),
-    "qwen3_moe": ("megatron", {"num_experts": 16, "norm_topk_prob": True, **_EXPERTS}),
+    "qwen3_moe": ("megatron", {"num_experts": 16, "norm_topk_prob": True, **_EXPERTS, **_MILLION}),
     "gemma2": (
-        "megatron", {"head_dim": 256, "sliding_window": 128, "hidden_act": "gelu_pytorch_tanh"}
+        "megatron",
+        {
+            "head_dim": 256, "sliding_window": 128, "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        },
     ),
-    "gemma3_text": ("fsdp", {"head_dim": 256, "sliding_window": 128}),
-    "glm4": ("megatron", {"attention_bias": True}),
-    "llama": ("megatron", {}),
-    "mistral": ("fsdp", {"sliding_window": None}),
-    "qwen2": ("fsdp", {"tie_word_embeddings": True}),
-    "qwen3": ("fsdp", {}),
+    # The sixth layer sees everything, by other rotary frequencies.
+    "gemma3_text": (
+        "fsdp",
+        {
+            "head_dim": 256, "sliding_window": 128, "num_hidden_layers": 6, "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, **_MILLION,
+        },
+    ),
+    "glm4": ("megatron", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "llama": (
+        "megatron",
+        {
+            "rope_theta": 500000.0, "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+        },
+    ),
+    "mistral": ("fsdp", {"sliding_window": None, **_MILLION}),
+    "qwen2": ("fsdp", {"tie_word_embeddings": True, **_MILLION}),
+    "qwen3": ("fsdp", _MILLION),
 }  # fmt: skip
-"""Backend, and what ``config.json`` holds beyond :data:`SMALL`, with what published ones have for SGLang."""
+"""Backend, and what ``config.json`` holds beyond :data:`SMALL`: keys of published models, in their spelling."""
 
 SETTINGS = (
     "wandb.enabled=false", "checkpoint.save_interval=null", "train.steps=5", "model.chat_format=chatml",
@@ -92,7 +133,7 @@ MIXTURE = ("rollout.record_routes=true", "train.routing_replay=true")
 
 
 def write_folder(family: str) -> Path:
-    """A random model in bf16 with a byte tokenizer, as transformers saves it."""
+    """A random model in bf16 with a byte tokenizer, and a ``config.json`` as published."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,6 +157,9 @@ def write_folder(family: str) -> Path:
             if "correction_bias" in name:
                 buffer.normal_(std=0.02)
     model.save_pretrained(folder)
+    ends = {"eos_token_id": end, "bos_token_id": None, "pad_token_id": None}
+    about = {"architectures": [type(model).__name__], "model_type": family, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(about | content | ends, indent=1))
     return folder
 
 
