@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +15,10 @@ from torch import Tensor
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.source import WeightSource
+
+_LOADED_TOGETHER = re.compile(r"(.*\.)(?:q_a_proj|kv_a_proj_with_mqa)\.(?:weight|bias)")
+"""Tensors of latent attention that SGLang (0.5.16, 0.5.23) concatenates to one parameter of a layer.  It
+silently drops one without the other (``cached_a_proj`` in ``deepseek_common/deepseek_weight_loader.py``)."""
 
 
 @dataclass(frozen=True)
@@ -42,39 +48,56 @@ def plan_buckets(
     limit: int,
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    for_engines: bool = False,
 ) -> list[BucketSpec]:
     """Divide the parameters, in order, into buckets of at most ``limit`` bytes; a larger one is alone.
 
     ``split`` converts a whole parameter to checkpoint tensors; it runs on the meta device.
     ``dtypes`` lists the parameters whose type differs from ``dtype``.
+    ``for_engines``: parameters that SGLang needs together follow the first of them, in the same bucket.
     """
-    buckets: list[BucketSpec] = []
-    names: list[str] = []
-    parts: list[tuple[str, str, tuple[int, ...]]] = []
-    size = 0
-
-    def close() -> None:
-        found, types, sizes = zip(*parts, strict=True) if parts else ((), (), ())
-        buckets.append(BucketSpec(found, types, sizes, tuple(names)))
-
+    parts: dict[str, BucketSpec] = {}
     for name, shape in shapes.items():
         own = (dtypes or {}).get(name, dtype)
-        nbytes = torch.Size(shape).numel() * own.itemsize
-        if names and size + nbytes > limit:
-            close()
-            names, parts, size = [], [], 0
         pieces = split(name, torch.empty(shape, dtype=own, device="meta"))
         text = str(own).removeprefix("torch.")
-        names.append(name)
-        parts.extend((hf_name, text, tuple(piece.shape)) for hf_name, piece in pieces.items())
-        size += nbytes
-    if names:
-        close()
-    return buckets
+        sizes = tuple(tuple(piece.shape) for piece in pieces.values())
+        parts[name] = BucketSpec(tuple(pieces), (text,) * len(pieces), sizes, (name,))
+    buckets: list[list[BucketSpec]] = []
+    filled = 0
+    units = _needed_together(parts.values()) if for_engines else [[part] for part in parts.values()]
+    for unit in units:
+        nbytes = sum(part.nbytes for part in unit)
+        if not buckets or filled + nbytes > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].extend(unit)
+        filled += nbytes
+    return [_joined(bucket) for bucket in buckets]
+
+
+def _needed_together(parts: Iterable[BucketSpec]) -> Iterable[list[BucketSpec]]:
+    """Group parameters of which SGLang needs all in one call of ``load_weights``; most are alone."""
+    units: dict[tuple[str, ...], list[BucketSpec]] = {}
+    for part in parts:
+        layers = {match[1] for name in part.names if (match := _LOADED_TOGETHER.fullmatch(name))}
+        units.setdefault(tuple(layers) or ("", *part.parameters), []).append(part)
+    return units.values()
+
+
+def _joined(parts: Iterable[BucketSpec]) -> BucketSpec:
+    fields = zip(*((p.names, p.dtypes, p.shapes, p.parameters) for p in parts), strict=True)
+    names, dtypes, shapes, parameters = (tuple(itertools.chain.from_iterable(field)) for field in fields)
+    return BucketSpec(names, dtypes, shapes, parameters)
 
 
 def buckets_of(
-    source: WeightSource, limit: int, blocks: ExpertBlocks | None = None, rank: int = 0
+    source: WeightSource,
+    limit: int,
+    blocks: ExpertBlocks | None = None,
+    rank: int = 0,
+    *,
+    for_engines: bool = False,
 ) -> list[BucketSpec]:
     """Divide a model's parameters by :func:`plan_buckets`.
 
@@ -86,7 +109,8 @@ def buckets_of(
         expert_of = source.expert_parameters()
         experts = blocks.experts(rank, _experts(source))
         shapes = {n: shape for n, shape in shapes.items() if n not in expert_of or expert_of[n] in experts}
-    return plan_buckets(shapes, source.hf_names().split, source.dtype, limit, dtypes=source.export_dtypes())
+    split, types = source.hf_names().split, source.export_dtypes()
+    return plan_buckets(shapes, split, source.dtype, limit, dtypes=types, for_engines=for_engines)
 
 
 def usable(blocks: ExpertBlocks | None, source: WeightSource) -> ExpertBlocks | None:

@@ -103,7 +103,7 @@ class RankSync:
         ``deltas``: each with an identification, so that later syncs can send what has changed.
         """
         if self._planned is None or self._planned[0] != (blocks, deltas):
-            planned = buckets_of(self._source, self._bucket_bytes, blocks, self._rank)
+            planned = buckets_of(self._source, self._bucket_bytes, blocks, self._rank, for_engines=True)
             specs = [for_wire(spec, self._quantize) for spec in planned]
             self._planned = (blocks, deltas), [with_header(spec) for spec in specs] if deltas else specs
             self._stage = None

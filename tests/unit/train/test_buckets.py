@@ -30,6 +30,50 @@ def test_buckets_hold_all_parameters_in_order_under_the_limit(rows: list[int], l
         assert set(bucket.dtypes) == {"float32"}
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(["q_a", "other", "kv_a", "q_b"]), st.integers(1, 60)), max_size=20),
+    st.integers(4, 400),
+)
+def test_engines_get_what_sglang_joins_in_one_bucket(rows: list[tuple[str, int]], limit: int) -> None:
+    """In any order of a layer's parameters, of which each may be larger than a bucket."""
+    ends = {"q_a": "self_attn.q_a_proj.weight", "kv_a": "self_attn.kv_a_proj_with_mqa.weight"}
+    shapes = {f"layers.{i // 4}.{ends.get(end, f'{end}.{i}')}": (n,) for i, (end, n) in enumerate(rows)}
+    buckets = plan_buckets(
+        shapes, lambda name, tensor: {name: tensor}, torch.float32, limit, for_engines=True
+    )
+    sent = [name for bucket in buckets for name in bucket.names]
+    assert sorted(sent) == sorted(shapes)
+    place = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
+    for name in shapes:
+        other = name.replace("q_a_proj", "kv_a_proj_with_mqa")
+        assert place[name] == place.get(other, place[name])
+    for bucket in buckets:
+        units = {name.rpartition("self_attn.")[0] if "_a_proj" in name else name for name in bucket.names}
+        assert bucket.nbytes <= limit or len(units) == 1
+    alone = [name for name in sent if "_a_proj" not in name]
+    assert alone == [name for name in shapes if "_a_proj" not in name], "others keep their order"
+
+
+@pytest.mark.parametrize("limit", [256 << 20, 512 << 20, 1 << 30])
+def test_no_layer_of_deepseek_v3_is_divided_where_sglang_joins(limit: int) -> None:
+    """In order, 19 of the 61 layers would be at 512 MiB, and SGLang would keep their old weights."""
+    mapping = HfMapping(shape_of(REAL["DeepSeek-V3"][0]), NAMING)
+
+    def divided(*, for_engines: bool) -> int:
+        buckets = plan_buckets(
+            mapping.shapes(), mapping.split, torch.bfloat16, limit, for_engines=for_engines
+        )
+        place = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
+        pairs = [
+            (n, n.replace("q_a_proj", "kv_a_proj_with_mqa")) for n in place if n.endswith("q_a_proj.weight")
+        ]
+        assert len(pairs) == 61
+        return sum(place[one] != place[other] for one, other in pairs)
+
+    assert divided(for_engines=False) > 10
+    assert divided(for_engines=True) == 0
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_the_plan_knows_the_sizes_of_megatrons_parameters(name: str) -> None:
     shape = shape_of(TINY[name])
