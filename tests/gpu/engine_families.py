@@ -115,7 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("fsdp", {"tie_word_embeddings": True, **_MILLION}),
     "qwen3": ("fsdp", _MILLION),
 }  # fmt: skip
-"""Backend, and what ``config.json`` holds beyond :data:`SMALL`: keys of published models, in their spelling."""
+"""Backend, and what ``config.json`` has beyond :data:`SMALL`: keys of published models, in their spelling."""
 
 SETTINGS = (
     "wandb.enabled=false", "checkpoint.save_interval=null", "train.steps=5", "model.chat_format=chatml",
