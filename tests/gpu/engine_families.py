@@ -120,6 +120,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SETTINGS = (
     "wandb.enabled=false", "checkpoint.save_interval=null", "train.steps=5", "model.chat_format=chatml",
     "engine.check_weights=true", "engine.direct_loading=true",
+    # Small, so that the parameters of each layer are in several buckets.
+    "engine.sync_bucket_mb=2",
     # Concurrent runs count each other's memory as used; a token limit bounds each engine's memory.
     "engine.memory_fraction=0.8", "engine.extra.max_total_tokens=65536",
     "engine.extra.moe_runner_backend=triton", "engine.extra.cuda_graph_bs_decode=[16,64]",
