@@ -41,8 +41,19 @@ class UpdateEngine(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def weights(self, rank: int = 0) -> dict[str, Any]:
-        """The arrays that one of the engine's ranks has mapped, by name."""
-        return {name: array for parts in self.mapped for name, array in parts[rank].items()}
+        """The arrays that one of the engine's ranks has loaded, by name.
+
+        Like SGLang, it drops a tensor of latent attention without the other one in the same request.
+        """
+        halves = ("q_a_proj", "kv_a_proj_with_mqa")
+        loaded: dict[str, Any] = {}
+        for parts in self.mapped:
+            sent = parts[rank]
+            for name, array in sent.items():
+                both = {name.replace(one, other) for one in halves for other in halves}
+                if not any(half in name for half in halves) or both <= sent.keys():
+                    loaded[name] = array
+        return loaded
 
     def forget(self) -> None:
         """Forget all requests, and fail no more."""

@@ -21,7 +21,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.weights import rank_sync, sender
 from orhpc.train.weights.sender import BucketStage
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
-from tests.trainer_kit import free_port, make_config, plan, run_ranks
+from tests.trainer_kit import free_port, make_config, plan, ranks_of, run_ranks, save_tiny_model
 from tests.unit.train.test_actor_weights import engines as receivers
 from tests.update_engine import KEY, UpdateEngine, array_of, update_engines
 
@@ -84,6 +84,19 @@ def test_an_engine_that_maps_memory_gets_every_bucket(rank: TrainerRank, engine:
         "serialized_named_tensors": 1, "load_format": "flattened_bucket", "flush_cache": False,
         "abort_all_requests": False, "weight_version": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [1_000, 4_000, 16_000])
+def test_an_engine_gets_what_it_joins_in_one_request(
+    limit: int, engine: UpdateEngine, tmp_path: Path
+) -> None:
+    """Of a model with latent attention, of which the engine drops what arrives without its other half."""
+    with ranks_of(save_tiny_model(tmp_path / "latent", "deepseek_v3")) as make:
+        rank = make()
+        rank.sync._bucket_bytes = limit
+        rank.send_weights(sync_plan(mapping(engine.url, 0)))
+        assert len(engine.mapped) > 3
+        assert_same(engine.weights(), exported(rank))
 
 
 @pytest.mark.parametrize(
