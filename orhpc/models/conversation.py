@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orhpc.models.rotary import rotate_as_published
 from orhpc.process.terminal import guarded_output
 
 _BEGIN_AGAIN = "/new"
@@ -64,15 +63,16 @@ class Conversation:
 
     def __init__(self, folder: str, *, trust_remote_code: bool) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
+
+        from orhpc.models.seeing import transformers_config
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        rotate_as_published(config)
+        config = transformers_config(folder, trust_remote_code=trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype="auto", trust_remote_code=trust_remote_code
         )

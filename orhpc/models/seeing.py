@@ -12,12 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from orhpc.models.images import sees_images
+from orhpc.models.rotary import rotate_as_published
 
 VISION_ATTENTION = "sdpa"
 """Attention of vision towers: not causal, over an image or a window of it, without a cache."""
+
+
+def transformers_config(folder: str, **options: Any) -> Any:
+    """Read a folder's ``config.json`` with transformers, and what its release ignores of it.
+
+    ``options``: of ``AutoConfig.from_pretrained``, which raises several kinds of errors.
+    """
+    config = AutoConfig.from_pretrained(folder, **options)
+    rotate_as_published(config)
+    return config
 
 
 def auto_class(config: Any) -> Any:

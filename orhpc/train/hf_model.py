@@ -10,14 +10,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
 from orhpc.models.forward_check import unknown_positions
 from orhpc.models.images import sees_images
-from orhpc.models.rotary import rotate_as_published
-from orhpc.models.seeing import attention_of, auto_class
+from orhpc.models.seeing import attention_of, auto_class, transformers_config
 from orhpc.train.attention import adapters
 from orhpc.train.attention import packed as packed_attention
 from orhpc.train.loss.head import LogitScaling
@@ -39,7 +38,7 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: boo
     if not (Path(model_dir) / "config.json").is_file():
         raise ModelError(f"model.path: {model_dir} is not a model folder: it has no config.json")
     try:
-        config = AutoConfig.from_pretrained(
+        config = transformers_config(
             model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -49,7 +48,6 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: boo
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
-    rotate_as_published(config)
     config.use_cache = False
     return config
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig
 
 from orhpc.errors import ModelError
 from orhpc.models.families import FAMILIES
@@ -33,8 +32,7 @@ from orhpc.models.forward_check import (
     samples_for,
     with_likely_tokens,
 )
-from orhpc.models.rotary import rotate_as_published
-from orhpc.models.seeing import auto_class
+from orhpc.models.seeing import auto_class, transformers_config
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
 from orhpc.train.dtypes import DTYPES
@@ -78,10 +76,9 @@ def _checked(backend: Backend, config: Config, model_dir: str) -> str:
             f"not compared with transformers: it has more than {MOST_PARAMETERS / 1e9:g} billion parameters"
         )
     settings = config.model
-    plain = AutoConfig.from_pretrained(
+    plain = transformers_config(
         model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
     )
-    rotate_as_published(plain)
     text = ""
     reference: _Reference | None = None
     if backend.reports and backend.data_rank == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from orhpc.errors import ModelError
-from orhpc.models.families.layer_rules import every_layer, no_shared_experts, nothing_misread, unlimited
+from orhpc.models.families.layer_rules import every_layer, no_shared_experts, unlimited
 from orhpc.models.families.vision import VisionTower
 
 UNTIED: Mapping[str, Any] = {"tie_word_embeddings": False}
@@ -18,6 +18,11 @@ NormRole = Literal["input", "post_attention", "pre_mlp", "post_mlp"]
 
 PRE_NORMS: Mapping[str, NormRole] = {"input_layernorm": "input", "post_attention_layernorm": "pre_mlp"}
 """Norms of most families."""
+
+
+def nothing_misread(config: Mapping[str, Any]) -> str:
+    """Of most families SGLang loads all that ``config.json`` says."""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

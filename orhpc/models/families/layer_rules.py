@@ -27,13 +27,6 @@ def by_mlp_type(values: Mapping[str, Any], index: int) -> bool:
     return kinds[index] == "sparse" if kinds else after_first(values, index)
 
 
-# --- what SGLang loads incorrectly ------------------------------------------------------------------
-
-
-def nothing_misread(config: Mapping[str, Any]) -> str:
-    return ""
-
-
 # --- width of the shared experts --------------------------------------------------------------------
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from orhpc.errors import CheckpointError
-from orhpc.models.seeing import auto_class
+from orhpc.models.seeing import auto_class, transformers_config
 from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.hf_model import model_parameters, saved_buffers
 from orhpc.train.megatron.hf_stream import HfFolder
@@ -82,7 +81,7 @@ def _loaded(folder: Path, weights: CommitWeights, settings: ModelSettings, devic
     transformers_logging.disable_progress_bar()
     try:
         trusted = settings.trust_remote_code
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
+        config = transformers_config(str(folder), trust_remote_code=trusted, local_files_only=True)
         loaded: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=weights.dtype,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models.forward_check import (
@@ -24,8 +24,13 @@ from orhpc.models.forward_check import (
     unknown_positions,
 )
 from orhpc.models.images import ImageProcessor
-from orhpc.models.rotary import rotate_as_published
-from orhpc.models.seeing import ImageFeatures, attention_of, auto_class, language_inputs
+from orhpc.models.seeing import (
+    ImageFeatures,
+    attention_of,
+    auto_class,
+    language_inputs,
+    transformers_config,
+)
 from orhpc.rollout.engines.cpu.kv_cache import SlotCache, make_plan
 from orhpc.types import Image
 from orhpc.wire.routes import RouteShape
@@ -260,8 +265,7 @@ def load_model(
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     config: Any = None
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        rotate_as_published(config)
+        config = transformers_config(path, trust_remote_code=trust_remote_code)
         if load_format == "dummy":
             torch.manual_seed(seed)
             model = auto_class(config).from_config(config, dtype=wanted, trust_remote_code=trust_remote_code)
