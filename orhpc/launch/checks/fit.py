@@ -129,11 +129,6 @@ def check_engines(run: RunPlan) -> None:
         return
     engine, quantized = run.config.engine, run.config.precision != "bf16"
     _check_context(run)
-    if engine.sync_own_experts and run.shape.family.fused_experts:
-        raise ConfigError(
-            f"engine.sync_own_experts: checkpoints of {run.shape.family.name} have one tensor for all "
-            "experts of a layer, which every engine rank is sent: set it to false"
-        )
     dense_tp = engine.extra.get("moe_dense_tp_size")  # SGLang takes 1, or what it divides everything over
 
     def problem_with(tp: int, ep: int) -> str | None:

@@ -122,16 +122,6 @@ def test_fp8_blocks_of_dense_layers_and_of_attention_stay_whole(
     fit.check_engines(plan_of(name, tmp_path, engine=engine, **place))
 
 
-def test_experts_in_one_tensor_are_sent_to_every_rank(tmp_path: Path) -> None:
-    place = {"placement": {"nodes": 4, "devices_per_node": 8}, "train": {"backend": "megatron"}}
-    own = {"tp": 8, "ep": 8, "sync_own_experts": True}
-    with pytest.raises(ConfigError, match="checkpoints of llama4_text have one tensor for all experts"):
-        fit.check_engines(
-            make_plan(config_of(tmp_path, {"model_type": "llama4_text"}, engine=own, **place), 139.8)
-        )
-    fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, engine=own, **place))
-
-
 def test_engine_weights_follow_the_precision(tmp_path: Path) -> None:
     """DeepSeek-V3 is published in FP8: 671 billion weights on eight devices need 78 GiB each, not 156."""
     place = {"placement": {"nodes": 32, "devices_per_node": 8}, "engine": {"tp": 8}}
