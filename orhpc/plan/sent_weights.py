@@ -14,6 +14,16 @@ def of_one_expert(tensor: HfTensor) -> bool:
     return tensor.part == "expert" and tensor.copies > 1
 
 
+def sent_bytes(tensor: HfTensor, element: int, *, quantized: bool) -> float:
+    """Bytes of all copies of a tensor in the engines' precision; arguments as in :func:`sent_weights`."""
+    elements = tensor.elements * tensor.copies
+    return elements * (1 + 4 / FP8_BLOCK**2) if quantized and _is_quantized(tensor) else elements * element
+
+
+def _is_quantized(tensor: HfTensor) -> bool:
+    return tensor.part in QUANTIZED_PARTS and len(tensor.shape) > 1
+
+
 def sent_weights(shape: ModelShape, element: int, *, quantized: bool, blocks: int = 1) -> tuple[int, int]:
     """Return bytes and tensors in the engines' precision; a quantized tensor has its scales with it.
 
@@ -27,7 +37,7 @@ def sent_weights(shape: ModelShape, element: int, *, quantized: bool, blocks: in
     for tensor in shape.tensors():
         copies = tensor.copies // blocks if of_one_expert(tensor) else tensor.copies
         elements = tensor.elements * copies
-        small = quantized and tensor.part in QUANTIZED_PARTS and len(tensor.shape) > 1
+        small = quantized and _is_quantized(tensor)
         size += elements + 4 * elements // FP8_BLOCK**2 if small else elements * element
         count += copies * (2 if small else 1)
     return size, count

@@ -1,15 +1,16 @@
 """Seconds and bytes of a weight sync, for any layout of trainers and engines; without torch.
 
-Every trainer rank gathers every bucket as whole tensors.  Engines on the trainers' devices map it; others
-receive it from trainer rank 0 by one broadcast to all of them, in which NCCL passes the bucket from one rank
-to the next.  While the engines load a bucket, the ranks gather the next (``orhpc.driver.fleet.weight_sync``).
-With ``engine.sync_own_experts`` a rank gathers only the experts that the engine rank on its device holds.
-With ``engine.delta_sync`` these are times of a whole sync: how much changes in a step is not known before.
+Every trainer rank gathers every bucket as whole tensors.  Megatron ranks quantize what they hold for engines
+with FP8 weights before they send it to ranks that hold no part of it.  Engines on the trainers' devices map a
+bucket; others receive it from trainer rank 0 by one broadcast to all of them, in which NCCL passes it from
+one rank to the next.  While the engines load a bucket, the ranks gather the next
+(``orhpc.driver.fleet.weight_sync``).  With ``engine.sync_own_experts`` a rank gathers only the experts that
+the engine rank on its device holds.  With ``engine.delta_sync`` these are times of a whole sync: how much
+changes in a step is not known before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orhpc.config import Config
@@ -17,7 +18,7 @@ from orhpc.models import HfTensor, ModelShape
 from orhpc.plan.layout import Layout, RankPlace, block_of_experts, group_spans
 from orhpc.plan.memory import ELEMENT_BYTES
 from orhpc.plan.run_plan import RunPlan
-from orhpc.plan.sent_weights import buckets_of, of_one_expert, parameter_sizes, sent_weights
+from orhpc.plan.sent_weights import buckets_of, of_one_expert, parameter_sizes, sent_bytes, sent_weights
 from orhpc.plan.speeds import speed
 
 
@@ -28,7 +29,7 @@ class SyncTime:
     sent: int
     """Bytes of the weights in the engines' precision: what each engine rank gets."""
     gathered: int
-    """Bytes that one trainer rank gets from other ranks, in the trainer's precision."""
+    """Bytes that one trainer rank gets from other ranks."""
     buckets: int
     tensors: int
     """Tensors that an engine loads."""
@@ -72,11 +73,13 @@ def predict_sync(run: RunPlan) -> SyncTime:
     config, layout, shape = run.config, run.layout, run.shape
     quantized = config.precision != "bf16"
     element = ELEMENT_BYTES[config.model.dtype]
-    whole = shape.parameters * element
-    experts = element * sum(t.elements * t.copies for t in shape.tensors() if of_one_expert(t))
-    blocks = _blocks(config) if experts else 1
-    filled = whole - experts + experts // blocks
-    gathered, over_nodes = _gathered(run, whole, experts)
+    blocks = _blocks(config) if any(of_one_expert(t) for t in shape.tensors()) else 1
+    filled = sum(
+        sent_bytes(t, element, quantized=quantized and _holders(t, layout) > 1)
+        / (blocks if of_one_expert(t) else 1)
+        for t in shape.tensors()
+    )
+    gathered, over_nodes = _gathered(run, element, quantized=quantized)
     gather_s = filled / speed("gather")  # copying into the bucket included
     if over_nodes:
         gather_s = max(gather_s, gathered / speed("network"))
@@ -105,37 +108,48 @@ def _blocks(config: Config) -> int:
     return config.engine.ep if config.engine.sync_own_experts else 1
 
 
-def _gathered(run: RunPlan, whole: int, experts: int) -> tuple[int, bool]:
-    """Return the bytes that one rank gets from others, and whether some come from other nodes.
-
-    ``experts``: bytes of the tensors that a checkpoint has for each expert.
-    """
+def _gathered(run: RunPlan, element: int, *, quantized: bool) -> tuple[int, bool]:
+    """Return the bytes that one rank gets from others, and whether some come from other nodes."""
     shape, layout, per_node = run.shape, run.layout, run.config.placement.devices_per_node
     if layout.sharded:
-        return round(whole * (1 - 1 / layout.ranks)), layout.ranks > per_node
+        return round(shape.parameters * element * (1 - 1 / layout.ranks)), layout.ranks > per_node
     spans = group_spans(run.config.megatron, layout.ranks, per_node)
-    parts = [t for t in shape.tensors() if t.part != "bias"]
-    element = whole / shape.parameters
+    tensors = list(shape.tensors())
+    experts = [t for t in tensors if of_one_expert(t)]
     if _blocks(run.config) == 1 or not experts:
-        of_others = whole - element * _held(parts, layout)
+        of_others = sum(_received(t, layout, element, quantized=quantized) for t in tensors)
         return round(of_others), any(spans.get(kind, 1) > 1 for kind in ("tp", "ep", "etp", "pp"))
-    dense = whole - experts - element * _held([t for t in parts if not of_one_expert(t)], layout)
-    exchanged = experts * _exchanged(run)
+    dense = sum(_received(t, layout, element, quantized=quantized) for t in tensors if not of_one_expert(t))
+    parts, others = _exchanged(run)
+    exchanged = parts * sum(sent_bytes(t, element, quantized=False) for t in experts)
+    exchanged += others * sum(sent_bytes(t, element, quantized=quantized) for t in experts)
     over_nodes = any(spans.get(kind, 1) > 1 for kind in ("tp", "etp", "pp"))
     return round(dense + exchanged), over_nodes or (exchanged > 0 and spans.get("ep", 1) > 1)
 
 
-def _held(tensors: Sequence[HfTensor], layout: Layout) -> float:
-    """Elements of these tensors that one rank holds."""
-    return sum(t.elements * t.copies / layout.share(t) for t in tensors) / layout.pp
+def _received(tensor: HfTensor, layout: Layout, element: int, *, quantized: bool) -> float:
+    """Bytes of all copies of a tensor that a rank gets from others.
+
+    In the trainer's precision the other parts of what its tensor-parallel group holds, and the rest in the
+    engines'.
+    """
+    holders = _holders(tensor, layout)
+    parts = 1 / holders - 1 / (layout.pp * layout.share(tensor))
+    rest = sent_bytes(tensor, element, quantized=quantized) * (1 - 1 / holders)
+    return tensor.elements * tensor.copies * element * parts + rest
 
 
-def _exchanged(run: RunPlan) -> float:
-    """Share of all experts that a rank gets from others, where it is largest.
+def _holders(tensor: HfTensor, layout: Layout) -> int:
+    """Among how many groups of ranks, each of which holds some of them whole, the copies are divided."""
+    return layout.pp * (layout.ep if tensor.part == "expert" else 1)
 
-    A rank gets its own block and those of the ranks at its place in the other pipeline stages: of its stage's
-    layers from its expert-parallel group, of the others by broadcasts.  It also gets the other parts of the
-    experts that it holds (``orhpc.train.megatron.expert_exchange``).
+
+def _exchanged(run: RunPlan) -> tuple[float, float]:
+    """Shares of all experts that a rank gets from others: other parts of those it holds, and the rest.
+
+    The rest, where it is largest, is its own block and those of the ranks at its place in the other pipeline
+    stages: of its stage's layers from its expert-parallel group, of the others by broadcasts
+    (``orhpc.train.megatron.expert_exchange``).
     """
     settings, layout, engine = run.config.megatron, run.layout, run.config.engine
     ranks = {(t.node, t.device): t.rank for t in run.placement.trainers}
@@ -156,8 +170,8 @@ def _exchanged(run: RunPlan) -> float:
             for b in blocks
         )
         needed = len(blocks) / engine.ep
-        most = max(most, (needed - held + parts) / layout.pp + needed * others)
-    return most
+        most = max(most, (needed - held) / layout.pp + needed * others)
+    return parts / layout.pp, most
 
 
 def _parameters(shape: ModelShape) -> int:

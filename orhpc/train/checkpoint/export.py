@@ -82,7 +82,8 @@ def export_weights(
     ``writes``: on one rank; it returns the result of :func:`write_hf_folder`, the others an empty list.
     """
     buckets = buckets_of(source, FILE_BYTES)
-    tensors = (item for bucket in buckets for item in quantize(source.export(bucket.parameters)))
+    exported = (source.export(bucket.parameters, quantize=quantize) for bucket in buckets)
+    tensors = (item for bucket in exported for item in quantize(bucket))
     if writes:
         return write_hf_folder(folder, model_dir, [quantized(spec, quantize) for spec in buckets], tensors)
     for _ in tensors:

@@ -39,6 +39,7 @@ from orhpc.train.hf_model import HfNames, model_parameters, saved_buffers
 from orhpc.train.loss.grpo import MetricSums, packed_loss
 from orhpc.train.sleep.residence import OffloadManager
 from orhpc.train.weights.expert_blocks import ExpertBlocks
+from orhpc.train.weights.fp8 import Quantize, unchanged
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -144,7 +145,10 @@ class FsdpBackend(Backend):
 
     @torch.no_grad()
     def export(
-        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
     ) -> Iterator[tuple[str, Tensor]]:
         assert blocks is None, "every rank holds rows of all experts"
         parameters = dict(self._named())

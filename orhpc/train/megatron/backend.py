@@ -39,7 +39,7 @@ from orhpc.train.megatron.state import state_shards
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 from orhpc.train.stopping import MESSAGE
 from orhpc.train.weights.expert_blocks import ExpertBlocks
-from orhpc.train.weights.fp8 import check_scales
+from orhpc.train.weights.fp8 import Quantize, check_scales, unchanged
 from orhpc.train.weights.source import HfNames
 
 if TYPE_CHECKING:
@@ -171,9 +171,12 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def export(
-        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
     ) -> Iterator[tuple[str, Tensor]]:
-        return self._exporter.export(names, blocks)
+        return self._exporter.export(names, blocks, quantize)
 
     def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
         held = (

@@ -6,6 +6,9 @@ expert-parallel group of the layer's pipeline stage by an all-to-all, and given 
 broadcasts.  A rank does not copy what it holds itself: if all ranks hold what their engine ranks hold, in one
 stage and whole, nothing is sent.
 
+For engines with FP8 weights, ranks send each other quantized bytes
+(:mod:`orhpc.train.megatron.weight_bytes`).
+
 One block is exchanged at a time, so that a rank has temporary memory for one block to send, one to receive
 and one to keep, and with divided experts for those that its group needs of it, whole.
 """
@@ -25,6 +28,7 @@ from torch import Tensor
 from orhpc.config.megatron import MegatronSettings
 from orhpc.train.gather import gather_into
 from orhpc.train.megatron.hf_mapping import Target
+from orhpc.train.megatron.weight_bytes import WeightBytes
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 
 
@@ -38,6 +42,7 @@ class _Matrix:
 
 
 Matrices = dict[_Matrix, Tensor]
+"""Each whole, or encoded."""
 
 
 class ExpertExchange:
@@ -50,6 +55,7 @@ class ExpertExchange:
         experts: int,
         dtype: torch.dtype,
         blocks: ExpertBlocks,
+        encoding: WeightBytes | None,
     ) -> None:
         """``held``: this rank's parts by their name in the whole model.  ``experts``: of a layer."""
         self._held, self._settings, self._dtype, self._blocks = held, settings, dtype, blocks
@@ -61,6 +67,8 @@ class ExpertExchange:
         self._group: Any = parallel_state.get_expert_model_parallel_group()
         self._wanted = [self._blocks_for(rank) for rank in dist.get_process_group_ranks(self._group)]
         """For each rank of the expert-parallel group, the blocks that it receives, one after the other."""
+        self.encoding = None if self.sends_nothing else encoding
+        """How :meth:`exchanged` yields experts; None: whole."""
 
     def _blocks_for(self, rank: int) -> tuple[int, ...]:
         """The blocks of a rank and of the ranks that differ from it in their pipeline stage only.
@@ -83,7 +91,7 @@ class ExpertExchange:
         )
 
     def exchanged(self, targets: Sequence[Target], stage: int) -> Iterator[Tensor]:
-        """Yield whole tensors of a run's targets, in order (collective).
+        """Yield a run's targets, whole or encoded, in order (collective).
 
         ``targets``: experts of this rank's block in one layer, which pipeline stage ``stage`` holds.  Other
         ranks pass the experts at the same places within their own blocks.
@@ -139,8 +147,18 @@ class ExpertExchange:
             if self._settings.etp > 1 and parts:  # all ranks of the group hold the same blocks
                 parts = self._joined([targets[m.target] for m in matrices], parts)
             if block in needed:
-                found |= zip(matrices, parts, strict=True)
+                found |= zip(matrices, self._encoded(names, parts), strict=True)
         return found
+
+    def _encoded(self, names: Sequence[str], wholes: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.encoding is None or not wholes:
+            return wholes
+        flat = self.encoding.encode(zip(names, wholes, strict=True))
+        return flat.split([self.encoding.size(name) for name in names])
+
+    def _size(self, target: Target) -> int:
+        """Elements of a target as it is sent."""
+        return prod(target.shape) if self.encoding is None else self.encoding.size(target.name)
 
     def _joined(self, targets: Sequence[Target], parts: Sequence[Tensor]) -> list[Tensor]:
         """Gather the other parts of each target."""
@@ -168,7 +186,7 @@ class ExpertExchange:
         parts = [part for of_rank in sent for part in of_rank]
         data = torch.cat(parts) if parts else self._empty(0)
         others = sorted((m for m in mine if self._owner(m) != self._place), key=self._owner)
-        counts = [prod(targets[m.target].shape) for m in others]
+        counts = [self._size(targets[m.target]) for m in others]
         from_rank = [0] * len(received)
         for m, count in zip(others, counts, strict=True):
             from_rank[self._owner(m)] += count
@@ -183,16 +201,18 @@ class ExpertExchange:
         if found:
             flat = torch.cat([found[m].reshape(-1) for m in matrices])
         else:
-            flat = self._empty(sum(prod(targets[m.target].shape) for m in matrices))
+            flat = self._empty(sum(self._size(targets[m.target]) for m in matrices))
         group: Any = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(flat, group=group, group_src=stage)
         return found or self._views(targets, matrices, flat)
 
     def _views(self, targets: Sequence[Target], matrices: Sequence[_Matrix], flat: Tensor) -> Matrices:
         """The matrices that a flat tensor holds one after the other."""
-        shapes = [targets[m.target].shape for m in matrices]
-        parts = flat.split([prod(shape) for shape in shapes])
-        return {m: part.view(shape) for m, part, shape in zip(matrices, parts, shapes, strict=True)}
+        parts = flat.split([self._size(targets[m.target]) for m in matrices])
+        if self.encoding is not None:
+            return dict(zip(matrices, parts, strict=True))
+        return {m: part.view(targets[m.target].shape) for m, part in zip(matrices, parts, strict=True)}
 
     def _empty(self, elements: int) -> Tensor:
-        return torch.empty(elements, dtype=self._dtype, device=self._device)
+        dtype = self._dtype if self.encoding is None else torch.uint8
+        return torch.empty(elements, dtype=dtype, device=self._device)

@@ -2,8 +2,9 @@
 
 Each call takes a bucket of names.  A tensor-parallel rank's parts of the bucket are sent
 as one flat tensor: first within the group, then from the owning expert-parallel rank and pipeline
-stage to the others.  For engines that hold different experts on each rank,
-:mod:`orhpc.train.megatron.expert_exchange` gives each rank only some experts.
+stage to the others, quantized if the engines hold FP8 weights (:mod:`orhpc.train.megatron.weight_bytes`).
+For engines that hold different experts on each rank, :mod:`orhpc.train.megatron.expert_exchange` gives
+each rank only some experts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from orhpc.train.gather import gather_into
 from orhpc.train.megatron.expert_exchange import ExpertExchange
 from orhpc.train.megatron.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
+from orhpc.train.megatron.weight_bytes import WeightBytes
 from orhpc.train.weights.expert_blocks import ExpertBlocks
+from orhpc.train.weights.fp8 import Quantize, unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Exporter:
         self._held: dict[str, Tensor] = {}
         self._waiting: dict[str, list[Tensor]] = {}
         self._planned: dict[tuple[str, ...], list[_Transfer]] = {}
+        self._encodings: dict[Quantize, WeightBytes] = {}
         self._own: dict[tuple[tuple[str, ...], ExpertBlocks], list[tuple[str, Tensor]]] = {}
         """Views of the experts of a bucket, where ranks send each other nothing: thousands in every sync."""
         self._storages: set[int] | None = None
@@ -99,31 +103,76 @@ class Exporter:
         return self._experts
 
     def export(
-        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors (collective).
 
-        In the order of ``names``; with ``blocks``, experts follow all other tensors.
+        In the order of ``names``; with ``blocks``, experts follow all other tensors.  Those that ranks sent
+        to ranks that hold no part of them have been through ``quantize``.
         """
         wanted = tuple(names)
         experts: list[str] = []
         if blocks is not None:
             experts = [name for name in wanted if name in self._experts]
             wanted = tuple(name for name in wanted if name not in self._experts)
-        for transfer in self._transfers(wanted):
+        encoding = self._encoding(quantize)
+        transfers = self._transfers(wanted)
+        encoded = self._encoded(transfers, encoding)
+        for index, transfer in enumerate(transfers):
+            if encoding is not None and index in encoded:
+                flat = encoded.pop(index)
+                self._spread(flat, transfer.owner)
+                yield from encoding.decode(transfer.names, flat)
+                continue
             tensors = iter(self._gathered(transfer))
             for name, count in transfer.units:
                 yield from self._collected(name, list(islice(tensors, count)))
         if blocks is not None:
-            yield from self._exchanged(experts, blocks)
+            yield from self._exchanged(experts, blocks, encoding)
 
-    def _exchanged(self, names: Sequence[str], blocks: ExpertBlocks) -> Iterator[tuple[str, Tensor]]:
+    def _encoding(self, quantize: Quantize) -> WeightBytes | None:
+        """None: ranks send each other weights as they are."""
+        if quantize is unchanged:
+            return None
+        if (found := self._encodings.get(quantize)) is None:
+            found = self._encodings[quantize] = WeightBytes(self._mapping, self._dtype, quantize)
+        return found
+
+    def _encoded(self, transfers: Sequence[_Transfer], encoding: WeightBytes | None) -> dict[int, Tensor]:
+        """Return a buffer for each transfer that is sent quantized, by index; filled if this rank sends it.
+
+        A rank quantizes all that it sends before the first transfer, so that the owners of a bucket's experts
+        do so at the same time (collective in a tensor-parallel group).
+        """
+        found: dict[int, Tensor] = {}
+        if encoding is None:
+            return found
+        units = self._mapping.units()
+        for index, transfer in enumerate(transfers):
+            names = transfer.names
+            # Not parts of a checkpoint tensor of all experts.
+            alone = all(len(units.get(name, ())) == 1 for name in names)
+            if not (alone and self._spreads(transfer.owner) and encoding.shrinks(names)):
+                continue
+            if self._holds(transfer.owner):
+                found[index] = encoding.encode(zip(names, self._whole_here(transfer), strict=True))
+            else:
+                size = sum(encoding.size(name) for name in names)
+                found[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return found
+
+    def _exchanged(
+        self, names: Sequence[str], blocks: ExpertBlocks, encoding: WeightBytes | None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield experts of this rank's block, layer by layer (collective)."""
         if (own := self._own.get((tuple(names), blocks))) is not None:
             yield from own
             return
         exchange = ExpertExchange(
-            self._held, self._settings, self._mapping.shape.experts, self._dtype, blocks
+            self._held, self._settings, self._mapping.shape.experts, self._dtype, blocks, encoding
         )
         tensors = self._from_exchange(exchange, names)
         if exchange.sends_nothing:
@@ -146,8 +195,11 @@ class Exporter:
             of_layer = list(run)
             targets = [units[name][0] for name in of_layer]
             tensors = exchange.exchanged(targets, self._owner(targets[0]).stage)
-            for name, whole in zip(of_layer, tensors, strict=True):
-                yield from self._mapping.split(name, whole).items()
+            for name, sent in zip(of_layer, tensors, strict=True):
+                if exchange.encoding is not None:
+                    yield from exchange.encoding.decode([name], sent)
+                else:
+                    yield from self._mapping.split(name, sent).items()
 
     def _transfers(self, names: tuple[str, ...]) -> list[_Transfer]:
         """Divide a bucket's targets into transfers; kept, because a mixture has thousands in every sync."""
@@ -201,27 +253,51 @@ class Exporter:
 
     def _gathered(self, transfer: _Transfer) -> list[Tensor]:
         """Return the whole tensors of a transfer, which are this rank's own where every rank holds them."""
-        if transfer.of_experts:
-            group, ways = parallel_state.get_expert_tensor_parallel_group(), self._settings.etp
-        else:
-            group, ways = parallel_state.get_tensor_model_parallel_group(), self._settings.tp
-        if ways == self._settings.pp == 1 and transfer.owner.expert_rank is None:
-            return [self._held[name].detach().to(transfer.dtype) for name in transfer.names]
-        size, dtype = sum(transfer.counts), transfer.dtype
-        device = next(iter(self._held.values())).device if self._held else torch.device("cpu")
-        flat = torch.empty(ways * size, dtype=dtype, device=device)
-        if self._holds(transfer.owner):
-            held = [self._held[name].detach().to(dtype).reshape(-1) for name in transfer.names]
-            if ways > 1:
-                gather_into(flat, torch.cat(held), group=group)
-            else:
-                torch.cat(held, out=flat)
+        if not self._spreads(transfer.owner):
+            return self._whole_here(transfer)
+        flat = self._joined(transfer)
         self._spread(flat, transfer.owner)
-        rows = flat.view(ways, size).split(transfer.counts, dim=1)
+        return self._wholes(transfer, flat)
+
+    def _whole_here(self, transfer: _Transfer) -> list[Tensor]:
+        """Return whole tensors that this rank's tensor-parallel group holds (collective in it)."""
+        if self._ways(transfer) == 1:
+            return [self._held[name].detach().to(transfer.dtype) for name in transfer.names]
+        return self._wholes(transfer, self._joined(transfer))
+
+    def _ways(self, transfer: _Transfer) -> int:
+        return self._settings.etp if transfer.of_experts else self._settings.tp
+
+    def _joined(self, transfer: _Transfer) -> Tensor:
+        """Return the parts of a tensor-parallel group, rank by rank; empty where they are received later."""
+        ways, dtype = self._ways(transfer), transfer.dtype
+        flat = torch.empty(ways * sum(transfer.counts), dtype=dtype, device=self._device)
+        if not self._holds(transfer.owner):
+            return flat
+        held = [self._held[name].detach().to(dtype).reshape(-1) for name in transfer.names]
+        if ways == 1:
+            return torch.cat(held, out=flat)
+        if transfer.of_experts:
+            group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            group = parallel_state.get_tensor_model_parallel_group()
+        gather_into(flat, torch.cat(held), group=group)
+        return flat
+
+    def _wholes(self, transfer: _Transfer, flat: Tensor) -> list[Tensor]:
+        rows = flat.view(self._ways(transfer), -1).split(transfer.counts, dim=1)
         parts = zip(transfer.targets, transfer.shapes, rows, strict=True)
         return [
             target.whole([row[i].view(shape) for i in range(target.ways)]) for target, shape, row in parts
         ]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._held.values())).device if self._held else torch.device("cpu")
+
+    def _spreads(self, owner: _Owner) -> bool:
+        """Whether some ranks hold no part."""
+        return owner.expert_rank is not None or self._settings.pp > 1
 
     def _holds(self, owner: _Owner) -> bool:
         if parallel_state.get_pipeline_model_parallel_rank() != owner.stage:

@@ -285,6 +285,10 @@ class HfMapping:
             for name, group in self.units().items()
         }
 
+    def tensor_names(self, name: str) -> list[str]:
+        """Return the names of what :meth:`split` returns for a unit, in its order."""
+        return list(dict.fromkeys(piece.name for target in self.units()[name] for piece in target.pieces))
+
     def split(self, name: str, whole: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint tensors contained in a whole unit of :meth:`shapes`."""
         group = self.units()[name]

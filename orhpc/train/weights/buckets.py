@@ -15,6 +15,7 @@ from torch import Tensor
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.source import WeightSource
+from orhpc.wire.weights import FlattenedTensorMetadata, empty_bucket
 
 _LOADED_TOGETHER = re.compile(r"(.*\.)(?:q_a_proj|kv_a_proj_with_mqa)\.(?:weight|bias)")
 """Tensors of latent attention that SGLang (0.5.16, 0.5.23) concatenates to one parameter of a layer.  It
@@ -149,3 +150,9 @@ def for_wire(spec: BucketSpec, quantize: Quantize) -> BucketSpec:
         return tuple(values[i] for i in order)
 
     return BucketSpec(ordered(whole.names), ordered(whole.dtypes), ordered(whole.shapes), spec.parameters)
+
+
+def metadata_of(spec: BucketSpec) -> list[FlattenedTensorMetadata]:
+    """Return the place of each tensor in the bucket's bytes."""
+    dtypes = [getattr(torch, dtype) for dtype in spec.dtypes]
+    return empty_bucket(zip(spec.names, dtypes, spec.shapes, strict=True))

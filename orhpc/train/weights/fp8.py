@@ -74,9 +74,9 @@ def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
 def make_quantizer(*, power_of_two: bool) -> Quantize:
     """Return a function that converts a weight to ``(name, values), (name + "_scale_inv", scales)``.
 
-    It passes other tensors unchanged, and quantizes weights of one shape together, because a layer has
-    hundreds of small experts.  It raises ModelError for a tensor of all experts (Llama 4), which this
-    format does not support.
+    It passes other tensors unchanged, also values that are quantized already, and quantizes weights of one
+    shape together, because a layer has hundreds of small experts.  It raises ModelError for a tensor of all
+    experts (Llama 4), which this format does not support.
     """
 
     def quantize(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -87,7 +87,7 @@ def make_quantizer(*, power_of_two: bool) -> Quantize:
                     raise ModelError(
                         f"precision: {name} holds all experts of a layer, which FP8 cannot quantize"
                     )
-                if is_quantized(name, tuple(tensor.shape)):
+                if tensor.dtype != torch.float8_e4m3fn and is_quantized(name, tuple(tensor.shape)):
                     alike[tensor.shape, tensor.dtype, tensor.device].append(i)
             found: dict[int, tuple[Tensor, Tensor]] = {}
             for places in alike.values():

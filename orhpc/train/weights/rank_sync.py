@@ -227,7 +227,7 @@ class RankSync:
     def _gather(self, walk: _Walk, turn: int, index: int) -> tuple[Tensor, Delta | None]:
         """Gather a bucket (collective); returns what to broadcast, and the delta if it is one."""
         spec, deltas = walk.specs[index], self._deltas
-        tensors = self._source.export(spec.parameters, walk.blocks)
+        tensors = self._source.export(spec.parameters, walk.blocks, self._quantize)
         if deltas is None:
             return walk.stage.fill(turn, spec, tensors), None
         flat = walk.stage.fill(turn, spec, _headed(deltas.header(index), tensors))

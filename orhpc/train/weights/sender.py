@@ -33,9 +33,9 @@ from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import OutOfMemory, WeightSyncFailed
 from orhpc.train.memory_errors import exhausted_memory
 from orhpc.train.process_groups import bound, hosted_store, use_interface_towards
-from orhpc.train.weights.buckets import BucketSpec
+from orhpc.train.weights.buckets import BucketSpec, metadata_of
 from orhpc.train.weights.fp8 import Quantize
-from orhpc.wire.weights import NamedTensor, bucket_handle, empty_bucket, shared_bucket
+from orhpc.wire.weights import NamedTensor, bucket_handle, shared_bucket
 
 _COPIES = 256
 """Tensors copied by one call; their sources stay allocated until then."""
@@ -166,12 +166,6 @@ class BucketStage:
             torch.cuda.synchronize(self._device)
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-
-
-def metadata_of(spec: BucketSpec) -> list[Any]:
-    """Return the place of each tensor in the bucket's bytes."""
-    dtypes = [getattr(torch, dtype) for dtype in spec.dtypes]
-    return empty_bucket(zip(spec.names, dtypes, spec.shapes, strict=True))
 
 
 def _elements(vector: Tensor) -> Tensor:

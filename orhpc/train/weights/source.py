@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from orhpc.train.weights.expert_blocks import ExpertBlocks
+from orhpc.train.weights.fp8 import Quantize, unchanged
 
 
 class HfNames(Protocol):
@@ -51,11 +52,15 @@ class WeightSource(ABC):
 
     @abstractmethod
     def export(
-        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the named parameters whole, on every rank, under Hugging Face names (collective).
 
         In the model's type, except for :meth:`export_dtypes`.  ``blocks``: ``names`` has experts of this
         rank's block only, and other ranks pass the experts at the same places within their own blocks; for
-        sources with :meth:`expert_parameters`.
+        sources with :meth:`expert_parameters`.  ``quantize``: what the caller does with all tensors; a rank
+        may do it to those that it sends to others, so that fewer bytes move.
         """

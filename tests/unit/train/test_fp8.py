@@ -132,6 +132,16 @@ def test_weights_quantized_together_are_those_quantized_alone(
         assert torch.equal(mine.float(), theirs.float()), name
 
 
+def test_what_is_quantized_already_passes_unchanged() -> None:
+    """Trainer ranks quantize what they send each other, before the whole bucket is quantized."""
+    quantize = make_quantizer(power_of_two=False)
+    weights = [(f"layers.{i}.mlp.up_proj.weight", torch.randn(130, 64)) for i in range(3)]
+    once = list(quantize(iter(weights[:2])))
+    twice = dict(quantize([*once, weights[2]]))
+    assert len(twice) == 6
+    assert all(twice[name] is tensor for name, tensor in once)
+
+
 def test_a_plan_has_the_shapes_of_what_will_travel() -> None:
     quantize = make_quantizer(power_of_two=False)
     planned = list(quantize((name, tensor.to("meta")) for name, tensor in checkpoint()))
