@@ -52,6 +52,8 @@ PLACES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "attention_context_parallel_size": (1,),
 }
 """SGLang's options that decide which experts a rank holds, in any release, and values that change nothing."""
+MOVES_EXPERTS = ("enable_eplb", "elastic_ep_backend")
+"""SGLang's options that move experts to other places while it serves."""
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
 """SGLang's names of the option behind :attr:`SpeculativeSettings.draft_model`; the second is an alias."""
 ALGORITHM = "speculative_algorithm"
@@ -225,11 +227,17 @@ class EngineSettings(Section):
             raise ValueError(f"delta_sync: sync: {self.sync} broadcasts nothing; use auto or broadcast")
         if self.sync_own_experts and (problem := self._unknown_experts()) is not None:
             raise ValueError(f"sync_own_experts: {problem}")
+        if self.records_loading and (moving := next(filter(self._is_on, MOVES_EXPERTS), None)):
+            name = "delta_sync" if self.delta_sync else "direct_loading"
+            raise ValueError(f"{name}: extra.{moving} moves experts from where their weights are copied to")
         if self.backend == "cpu":
             for name in ("power_of_two_scales", "deterministic", "speculative"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: the cpu engine does not support it")
         return self
+
+    def _is_on(self, option: str) -> bool:
+        return self.option(option) not in (None, False, "none")
 
     def _unknown_experts(self) -> str | None:
         """Why it is not known which experts an engine rank holds, or why it does not matter."""

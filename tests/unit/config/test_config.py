@@ -179,6 +179,16 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         ),
         (
             ENVIRONMENT,
+            [*EP, "engine.direct_loading=true", "engine.extra.enable-eplb=true"],
+            "direct_loading: extra.enable_eplb moves experts",
+        ),
+        (
+            ENVIRONMENT,
+            [*EP, *SPLIT, "engine.delta_sync=true", "engine.extra.elastic_ep_backend=mooncake"],
+            "delta_sync: extra.elastic_ep_backend moves experts",
+        ),
+        (
+            ENVIRONMENT,
             [OWN, "engine.tp=4", "engine.ep=2", "engine.extra.moe-a2a-backend=deepep"],
             "SGLang sets ep to tp with the all-to-all backend deepep: set ep: 4",
         ),
