@@ -113,6 +113,11 @@ def _engine_problems(c: Config) -> list[str]:
         problems.append(f"engine.tp: the cpu engine is one process, so 1, not {c.engine.tp}")
     if c.engine.router and c.rollout.record_routes:
         problems.append("engine.router: sglang-router drops the expert routes of rollout.record_routes")
+    if c.rollout.record_routes and (setting := c.engine.misplaces_routes) is not None:
+        problems.append(
+            f"rollout.record_routes: with speculative decoding by {setting} SGLang returns routes of other "
+            "tokens; use eagle_topk 1 and EAGLE, EAGLE3, NEXTN or STANDALONE"
+        )
     if c.engine.backend == "cpu" and c.placement.device == "cuda":
         problems.append("engine.backend: cpu needs placement.device: cpu")
     if c.placement.rollout_devices % c.engine.tp:

@@ -59,6 +59,8 @@ DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
 ALGORITHM = "speculative_algorithm"
 WITHOUT_WEIGHTS = ("NGRAM",)
 """Speculative algorithms that draft without a model."""
+WITH_ROUTES = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Speculative algorithms with which SGLang (0.5.16, 0.5.23) records the routes of accepted tokens."""
 
 
 class SpeculativeSettings(Section):
@@ -185,13 +187,34 @@ class EngineSettings(Section):
         return self.draft_model is not None
 
     @property
-    def drafts_with_weights(self) -> bool:
-        """Whether tokens are drafted with weights that the trainer does not have."""
+    def _algorithm(self) -> str | None:
+        """The speculative algorithm, wherever it is set."""
         own = self.speculative.algorithm if self.speculative is not None else None
         algorithm = self.option(ALGORITHM) or own
+        return None if algorithm is None else str(algorithm).upper()
+
+    @property
+    def drafts_with_weights(self) -> bool:
+        """Whether tokens are drafted with weights that the trainer does not have."""
         return self.separate_drafter or (
-            algorithm is not None and str(algorithm).upper() not in WITHOUT_WEIGHTS
+            self._algorithm is not None and self._algorithm not in WITHOUT_WEIGHTS
         )
+
+    @property
+    def misplaces_routes(self) -> str | None:
+        """The speculative setting with which SGLang returns routes of other tokens, or of none; null: none.
+
+        With several candidates a step it moves the accepted tokens' cache entries, but not their routes
+        (``_finalize_accept_tree_path`` in ``srt/speculative/eagle_worker_common.py``); workers of other
+        algorithms drop the routes of a forward pass.
+        """
+        if self._algorithm in (None, "NONE"):
+            return None
+        if self._algorithm not in WITH_ROUTES:
+            return f"algorithm {self._algorithm}"
+        own = self.speculative.eagle_topk if self.speculative is not None else None
+        topk = self.option("speculative_eagle_topk") or own  # SGLang chooses by the model what is not set
+        return None if topk == 1 else f"eagle_topk {topk or 'not set'}"
 
     @model_validator(mode="after")
     def _one_drafter(self) -> Self:

@@ -97,6 +97,7 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
 ONE_EACH = ["rollout.n_samples=1", "rollout.batch_size=512"]
 OWN = "engine.sync_own_experts=true"
 EP = ("engine.tp=2", "engine.ep=2")
+ROUTES = "rollout.record_routes=true"
 SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trainer_devices=1")
 
 
@@ -189,6 +190,21 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         ),
         (
             ENVIRONMENT,
+            [ROUTES, "engine.speculative={algorithm: ngram}"],
+            "record_routes: with speculative decoding by algorithm NGRAM",
+        ),
+        (
+            ENVIRONMENT,
+            [ROUTES, "engine.speculative={algorithm: EAGLE, draft_model: x, eagle_topk: 4}"],
+            "by eagle_topk 4 SGLang returns routes of other tokens",
+        ),
+        (
+            ENVIRONMENT,
+            [ROUTES, "engine.extra.speculative-algorithm=NEXTN"],
+            "by eagle_topk not set SGLang returns",
+        ),
+        (
+            ENVIRONMENT,
             [OWN, "engine.tp=4", "engine.ep=2", "engine.extra.moe-a2a-backend=deepep"],
             "SGLang sets ep to tp with the all-to-all backend deepep: set ep: 4",
         ),
@@ -229,6 +245,19 @@ def test_invalid_configs_give_a_one_line_error_that_names_the_field(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, text, *overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.speculative={algorithm: STANDALONE, draft_model: x}",
+        "engine.extra={speculative_algorithm: nextn, speculative-eagle-topk: 1}",
+        "engine.speculative=null",
+    ],
+)
+def test_routes_are_recorded_with_one_candidate_a_step(tmp_path: Path, override: str) -> None:
+    (path := tmp_path / "run.yaml").write_text(ENVIRONMENT)
+    assert load_config(path, [ROUTES, override]).engine.misplaces_routes is None
 
 
 @pytest.mark.parametrize(
