@@ -114,10 +114,7 @@ def _engine_problems(c: Config) -> list[str]:
     if c.engine.router and c.rollout.record_routes:
         problems.append("engine.router: sglang-router drops the expert routes of rollout.record_routes")
     if c.rollout.record_routes and (setting := c.engine.misplaces_routes) is not None:
-        problems.append(
-            f"rollout.record_routes: with speculative decoding by {setting} SGLang returns routes of other "
-            "tokens; use eagle_topk 1 and EAGLE, EAGLE3, NEXTN or STANDALONE"
-        )
+        problems.append(f"rollout.record_routes: with {setting} SGLang returns routes of other tokens")
     if c.engine.backend == "cpu" and c.placement.device == "cuda":
         problems.append("engine.backend: cpu needs placement.device: cpu")
     if c.placement.rollout_devices % c.engine.tp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -52,6 +53,24 @@ PLACES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "attention_context_parallel_size": (1,),
 }
 """SGLang's options that decide which experts a rank holds, in any release, and values that change nothing."""
+RETURNS_ROUTES: dict[str, tuple[Any, ...]] = {
+    "enable_hierarchical_cache": (False,),  # entries come back to other places, without their routes
+    "enable_two_batch_overlap": (False,),  # the second half of a batch overwrites the routes of the first
+    "attn_cp_size": (1,),  # a rank records its part of a prompt only
+    "attention_context_parallel_size": (1,),
+    "moe_a2a_backend": ("none", "deepep", "deepep_v2"),  # others do not gather the ranks' routes
+}
+"""SGLang's options (0.5.16, 0.5.23) with which it returns other routes, and values with which it does not.
+
+Read in ``srt/state_capturer``, whose cache has a place for each entry of the KV cache.
+"""
+FORGETS_ENTRIES: dict[str, tuple[Any, ...]] = {
+    "hicache_storage_backend": ("none",),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
+    "radix_cache_backend": ("none",),
+}
+"""SGLang's options of KV caches that ``/flush_cache`` does not empty, and values that turn them off."""
 MOVES_EXPERTS = ("enable_eplb", "elastic_ep_backend")
 """SGLang's options that move experts to other places while it serves."""
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
@@ -202,19 +221,21 @@ class EngineSettings(Section):
 
     @property
     def misplaces_routes(self) -> str | None:
-        """The speculative setting with which SGLang returns routes of other tokens, or of none; null: none.
+        """The setting with which SGLang returns routes of other tokens, or of none; null: none.
 
-        With several candidates a step it moves the accepted tokens' cache entries, but not their routes
-        (``_finalize_accept_tree_path`` in ``srt/speculative/eagle_worker_common.py``); workers of other
-        algorithms drop the routes of a forward pass.
+        When it speculates with several candidates a step, it moves the accepted tokens' cache entries, but
+        not their routes (``_finalize_accept_tree_path`` in ``srt/speculative/eagle_worker_common.py``).
+        Workers of other algorithms drop the routes of a forward pass.
         """
+        if (other := self._other_than(RETURNS_ROUTES)) is not None:
+            return f"engine.extra.{other}"
         if self._algorithm in (None, "NONE"):
             return None
         if self._algorithm not in WITH_ROUTES:
-            return f"algorithm {self._algorithm}"
+            return f"speculative decoding by algorithm {self._algorithm}"
         own = self.speculative.eagle_topk if self.speculative is not None else None
         topk = self.option("speculative_eagle_topk") or own  # SGLang chooses by the model what is not set
-        return None if topk == 1 else f"eagle_topk {topk or 'not set'}"
+        return None if topk == 1 else f"speculative decoding, eagle_topk {topk or 'not set'} instead of 1,"
 
     @model_validator(mode="after")
     def _one_drafter(self) -> Self:
@@ -253,11 +274,20 @@ class EngineSettings(Section):
         if self.records_loading and (moving := next(filter(self._is_on, MOVES_EXPERTS), None)):
             name = "delta_sync" if self.delta_sync else "direct_loading"
             raise ValueError(f"{name}: extra.{moving} moves experts from where their weights are copied to")
+        if (kept := self._other_than(FORGETS_ENTRIES)) is not None:
+            raise ValueError(f"extra.{kept} keeps entries of the KV cache that old weights have computed")
         if self.backend == "cpu":
             for name in ("power_of_two_scales", "deterministic", "speculative"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: the cpu engine does not support it")
         return self
+
+    def _other_than(self, allowed: Mapping[str, tuple[Any, ...]]) -> str | None:
+        """The first of these options with another value than the allowed ones, as ``name=value``."""
+        for name, values in allowed.items():
+            if (value := self.option(name)) is not None and value not in values:
+                return f"{name}={value}"
+        return None
 
     def _is_on(self, option: str) -> bool:
         return self.option(option) not in (None, False, "none")
@@ -268,9 +298,8 @@ class EngineSettings(Section):
             return "needs ep > 1: without it every engine rank holds parts of all experts"
         if self.sync in ("broadcast", "disk"):
             return f"sync: {self.sync} sends the same to all engine ranks"
-        for name, same in PLACES_OF_EXPERTS.items():
-            if (value := self.option(name)) is not None and value not in same:
-                return f"extra.{name}={value} gives engine ranks other experts than orhpc would send"
+        if (other := self._other_than(PLACES_OF_EXPERTS)) is not None:
+            return f"extra.{other} gives engine ranks other experts than orhpc would send"
         backend = self.option("moe_a2a_backend")
         if self.ep != self.tp and (backend not in (None, "none") or self.option("enable_deepep_moe")):
             return (

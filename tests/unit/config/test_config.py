@@ -196,12 +196,27 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         (
             ENVIRONMENT,
             [ROUTES, "engine.speculative={algorithm: EAGLE, draft_model: x, eagle_topk: 4}"],
-            "by eagle_topk 4 SGLang returns routes of other tokens",
+            "eagle_topk 4 instead of 1, SGLang returns routes of other tokens",
         ),
         (
             ENVIRONMENT,
             [ROUTES, "engine.extra.speculative-algorithm=NEXTN"],
-            "by eagle_topk not set SGLang returns",
+            "eagle_topk not set instead of 1, SGLang returns",
+        ),
+        (
+            ENVIRONMENT,
+            [ROUTES, "engine.extra.enable-hierarchical-cache=true"],
+            "with engine.extra.enable_hierarchical_cache=True SGLang returns routes of other tokens",
+        ),
+        (
+            ENVIRONMENT,
+            [ROUTES, "engine.extra.moe_a2a_backend=mooncake"],
+            "with engine.extra.moe_a2a_backend=mooncake SGLang returns routes",
+        ),
+        (
+            ENVIRONMENT,
+            ["engine.extra.hicache-storage-backend=file"],
+            "extra.hicache_storage_backend=file keeps entries of the KV cache",
         ),
         (
             ENVIRONMENT,
@@ -252,10 +267,11 @@ def test_invalid_configs_give_a_one_line_error_that_names_the_field(
     [
         "engine.speculative={algorithm: STANDALONE, draft_model: x}",
         "engine.extra={speculative_algorithm: nextn, speculative-eagle-topk: 1}",
+        "engine.extra={moe-a2a-backend: deepep, enable_hierarchical_cache: false}",
         "engine.speculative=null",
     ],
 )
-def test_routes_are_recorded_with_one_candidate_a_step(tmp_path: Path, override: str) -> None:
+def test_routes_are_recorded_where_sglang_returns_those_of_its_tokens(tmp_path: Path, override: str) -> None:
     (path := tmp_path / "run.yaml").write_text(ENVIRONMENT)
     assert load_config(path, [ROUTES, override]).engine.misplaces_routes is None
 
