@@ -37,6 +37,7 @@ from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
+from orhpc.rollout.engines.sglang_images import forget_images
 from orhpc.rollout.engines.sglang_imports import hide_megatron, wait_before_loading_models
 from orhpc.rollout.engines.sglang_models import repair_models
 from orhpc.rollout.engines.sglang_pause import shorten_pauses
@@ -191,4 +192,5 @@ if __name__ == "__mp_main__":  # SGLang's own processes, which multiprocessing h
     allocate_routes_when_used()
     pack_routes()
     repair_models()
+    forget_images()
     wait_before_loading_models()
