@@ -5,7 +5,9 @@
 For each model: a random one of some 10 million parameters, an environment that shows none, one or two
 pictures, and some steps with FSDP and SGLang.  Then transformers computes the log-probabilities of the first
 step's rollouts: with their images they must be SGLang's up to rounding, as those without images are, and with
-other pictures of the same sizes they must not.  Prints a line per model and writes DIR/images.json.
+other pictures of the same sizes they must not.  Every step shows the same pictures and changes the vision
+tower much: SGLang must see them through its newest weights.  Prints a line per model and writes
+DIR/images.json.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ SETTINGS = [
     "rollout.n_samples=8",
     "rollout.max_total_tokens=1000",
     "train.global_batch_size=96",
-    "train.lr=1e-5",
+    "train.lr=1e-3",
     "checkpoint.save_interval=null",
     "wandb.enabled=false",
     "engine.memory_fraction=0.3",
@@ -158,13 +160,19 @@ def main() -> int:
             found.append({"model": name, "exit": "no time left"})
         print(json.dumps(found[-1]), flush=True)
     (options.out / "images.json").write_text(json.dumps(found, indent=1))
-    return int(any(each["exit"] != 0 or not _sees(each) for each in found))
+    return int(any(each["exit"] != 0 or not _sees(each) or not _follows(each) for each in found))
 
 
 def _sees(found: dict[str, Any]) -> bool:
     """Whether images change what SGLang and transformers compute, and both see the same."""
     same, other = found["difference_images"], found["difference_other_images"]
     return same < 2 * found["difference_no_images"] and other > 4 * same
+
+
+def _follows(found: dict[str, Any]) -> bool:
+    """Whether SGLang and the trainer agree in the last step as in the first."""
+    differences = found["logprob_diff_mean"]
+    return len(differences) > 1 and differences[-1] < 3 * differences[0]
 
 
 if __name__ == "__main__":
