@@ -8,7 +8,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError
@@ -128,8 +127,9 @@ class EnginePool(EngineCalls):
         """Sample one continuation; see :meth:`EngineClient.generate`.
 
         Set a seed in ``sampling`` so that a repeated attempt samples the same tokens.  ``version`` of the
-        result is the oldest version that any of its tokens can have.  Raises EngineUnavailable when all
-        attempts failed; PromptTooLong, ConfigError and RoutesMissing at once.
+        result sampled all of its tokens: a weight sync begins when the engine has answered all requests, and
+        those that arrive meanwhile wait until its end.  Raises EngineUnavailable when all attempts failed;
+        PromptTooLong, ConfigError and RoutesMissing at once.
         """
         if self._admission is None:
             return await self._generate(prompt_ids, sampling, rid, affinity, routes_start, images)
@@ -198,10 +198,8 @@ class EnginePool(EngineCalls):
                 member.load -= tokens
             self._sampled_tokens += len(generation.tokens_N)
             self._sampled_requests += 1
-            if expected is None:
+            if expected is None or generation.version >= expected:
                 return generation
-            if generation.version >= expected:
-                return replace(generation, version=expected)
             url = member.client.url
             failure = EngineUnavailable(f"engine {url} serves version {generation.version}, not {expected}")
             self._take_down(member, str(failure))
@@ -225,13 +223,11 @@ class EnginePool(EngineCalls):
         except EngineUnavailable:
             self._router_retry_at = time.monotonic() + _ROUTER_BACKOFF_S
             raise
-        if expected is None:
-            return generation
-        if generation.version < expected:
+        if expected is not None and generation.version < expected:
             raise EngineUnavailable(
                 f"router {router.url}: version {generation.version} was served, not {expected}"
             )
-        return replace(generation, version=expected)
+        return generation
 
     async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> Member | None:
         """The engine for a request, once one is up; None if all generations are aborted before."""

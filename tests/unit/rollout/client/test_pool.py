@@ -196,7 +196,7 @@ def test_an_answer_from_old_weights_is_never_used() -> None:
     with_pool(engines, run)
 
 
-def test_the_version_is_the_oldest_possible_one_of_a_token() -> None:
+def test_a_request_that_waits_for_a_sync_has_the_version_that_sampled_it() -> None:
     engine = FakeEngine()
     engine.delay_s = 0.1
     engine.version = "4"
@@ -209,7 +209,7 @@ def test_the_version_is_the_oldest_possible_one_of_a_token() -> None:
         pool.published_version = 5
         return (await job).version
 
-    assert with_pool([engine], run) == 4
+    assert with_pool([engine], run) == 5
 
 
 @pytest.mark.slow
