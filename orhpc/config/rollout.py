@@ -107,7 +107,8 @@ class RolloutSettings(Section):
     """Maximum number of rollouts (for a filter: groups) that may fail because your agent, reward, verifier or
     filter function raises, counted since the last start. Each is left out of training; one more ends the run
     with exit code 2. The tracebacks are in ``attempts/NNN/user_errors.log``, each once. A function that
-    raises from the first call on ends the run at once."""
+    raises in at least three rollouts, and in half of those begun, before the first succeeds ends the run at
+    once."""
     tool_timeout_s: Seconds = 600.0
     """Timeout of one tool call, in seconds, until enough calls of an environment have been measured. From
     then on it is ten times the longest answered call, at least 30 s."""

@@ -70,6 +70,7 @@ async def _reward_group(
     health: Health,
     report: Callable[[Environment, UserCodeError], None],
 ) -> None:
+    health.began()
     try:
         rewards = await function.of_group(environment, finished, settings)
     except (InfraError, BadTask, UserCodeError) as error:

@@ -72,17 +72,17 @@ class GroupWatch:
         began, name = self._started.pop(group.id, (time.monotonic(), "")), group.task.environment
         self._durations = [*self._durations[-_KEPT_DURATIONS:], time.monotonic() - began[0]]
         self.notice(*group.notices)
+        failed = [r for r in group.rollouts if r.end is RolloutEnd.FAILED]
+        raised = [r.error for r in failed if r.error and r.error.startswith(UserCodeError.__name__)]
+        if raised and (error := self._count_user_errors(len(raised), raised[-1].partition(": ")[2])):
+            return error
         if group.trainable:
             self._succeeded.add(name)
             self._in_a_row[name] = 0
             self._errors.pop(name, None)
             return None
-        failed = [r for r in group.rollouts if r.end is RolloutEnd.FAILED]
         self._in_a_row[name] += len(failed)
         self._errors.setdefault(name, Counter()).update(r.error or "no reason given" for r in failed)
-        raised = [r.error for r in failed if r.error and r.error.startswith(UserCodeError.__name__)]
-        if raised and (error := self._count_user_errors(len(raised), raised[-1].partition(": ")[2])):
-            return error
         if self._in_a_row[name] < self._settings.failing_environment_after or name in self.excluded:
             return None
         error = self.failure(name)

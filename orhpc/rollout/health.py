@@ -9,16 +9,22 @@ from orhpc.errors import EnvironmentRaised, InfraError, OrhpcError, ToolTimeout,
 STOP_RETRYING_AFTER = 8
 """Consecutive failed rollouts after which failures are no longer retried: the environment is down."""
 USER_ERRORS = 3
-"""Rollouts in which the user's code must raise, before any rollout succeeded, to end the run."""
+"""Rollouts in which the user's code must raise, before any rollout succeeded, to end the run, if they are at
+least half of those that have begun: code that raises at once fails before the first success of others."""
 
 
 @dataclass(slots=True)
 class Health:
     """Outcomes of the rollouts of one environment in one worker."""
 
+    _begun: int = 0
     _succeeded: bool = False
     _failed_in_a_row: int = 0
     _user_errors: int = 0
+
+    def began(self) -> None:
+        """Record a rollout that begins."""
+        self._begun += 1
 
     def succeeded(self) -> None:
         """Record a rollout that ended without failing."""
@@ -33,13 +39,13 @@ class Health:
             retries: ``rollout.retries``.
 
         Raises:
-            UserCodeError: ``error`` itself, if several rollouts failed this way and none has succeeded: the
-                run cannot continue.  If other rollouts succeed, only this rollout fails.
+            UserCodeError: ``error`` itself, if several rollouts, and half of those begun, failed this way and
+                none has succeeded: the run cannot continue.  Otherwise only this rollout fails.
         """
         if isinstance(error, UserCodeError):
             self._user_errors += 1
             # When opening a session raises UserCodeError, several tasks have been tried already.
-            if not self._succeeded and self._user_errors >= USER_ERRORS:
+            if not self._succeeded and self._user_errors >= max(USER_ERRORS, self._begun / 2):
                 raise error
             repeats = True
         else:

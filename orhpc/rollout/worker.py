@@ -283,6 +283,7 @@ class RolloutWorker:
         """Generate one rollout, with retries, or go on with ``begun`` if its environment allows that."""
         async with self._gate:
             health = self._health.setdefault(request.task.environment, Health())
+            health.began()
             for retry in itertools.count():
                 try:
                     rollout = await self._agent.run(

@@ -167,6 +167,15 @@ def test_groups_for_which_the_filter_raises_fail_until_the_budget_is_used_up() -
         steps_with(producer(3), 9)
 
 
+def test_errors_of_the_users_code_count_also_in_groups_that_are_trained_on() -> None:
+    def outcome(request: GroupRequest) -> Made:
+        return [0.0, 1.0, None], [RolloutEnd.TERMINAL, RolloutEnd.TERMINAL, RolloutEnd.FAILED], 0
+
+    outcome.error = "UserCodeError: reward: KeyError"  # type: ignore[attr-defined]
+    with pytest.raises(UserCodeError, match=r"in [7-9] rollouts or groups.*max_user_errors \(6\)"):
+        steps_with(Producer(settings_of(max_user_errors=6), TASKS, [ScriptedWorker(outcome)], seed=0), 9)
+
+
 def test_rollouts_in_which_the_users_code_raises_fail_until_the_budget_is_used_up() -> None:
     def outcome(request: GroupRequest) -> Made:
         return ([None, None], RolloutEnd.FAILED, 0) if request.id % 4 == 3 else both_rewards(request)

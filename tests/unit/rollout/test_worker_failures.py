@@ -255,6 +255,20 @@ def test_code_that_raises_for_some_rollouts_fails_only_them_and_is_reported_once
     assert group.notices == ("mine.score raised",)
 
 
+def test_code_that_raises_at_once_for_some_rollouts_waits_for_the_others(tmp_path: Path) -> None:
+    """A rollout succeeds later than another fails at its first line."""
+    worker = made(tmp_path, lambda sample, before: UserCodeError("mine.agent raised") if sample < 3 else None)
+    agent: Any = worker._agent
+    run = agent.run
+
+    async def slow(request: GroupRequest, sample: int, **more: Any) -> Rollout:
+        await asyncio.sleep(0.0 if sample < 3 else 0.05)
+        return await run(request, sample, **more)
+
+    agent.run = slow
+    assert len(group_of(worker).trainable) == 5
+
+
 def test_other_rollouts_of_the_group_are_canceled_when_one_ends_the_run(tmp_path: Path) -> None:
     running: list[asyncio.Task[Any]] = []
     worker = made(tmp_path, lambda sample, before: UserCodeError("mine raised"))
