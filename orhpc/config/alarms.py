@@ -22,7 +22,8 @@ class AlarmSettings(Section):
 
     rollout_kl: Above | None = 0.01
     """KL divergence between the engine's and the trainer's policy, in nats per token (k3 estimate). Healthy
-    runs stay below 0.002."""
+    runs stay below 0.002. With tokens of older policies (``staleness_mean`` above 0) it also has what the
+    policy has changed since."""
     logprob_diff_mean: Above | None = None
     """Mean absolute difference between the engine's and the trainer's log-probabilities, in nats."""
     extreme_token_fraction: Above | None = 0.01

@@ -71,10 +71,13 @@ def findings(evidence: Evidence) -> list[Finding]:
 def _mismatch(e: Evidence) -> Iterator[Finding]:
     kl, sample = e.last("rollout_kl"), e.last("effective_sample_size")
     if kl is not None and kl > 0.01:
+        age = e.last("staleness_mean") or 0.0
+        older = f"; tokens are {age:.2g} steps old on average, which counts too" if age else ""
         yield Finding(
             "Engine and trainer disagree",
-            f"KL of {kl:.3g} nats per token in the last steps; healthy runs stay below 0.002",
-            "check precision, train.routing_replay for MoE models, and algorithm.correction",
+            f"KL of {kl:.3g} nats per token in the last steps; healthy runs stay below 0.002{older}",
+            "check the age of the tokens, precision, train.routing_replay for MoE models, and "
+            "algorithm.correction",
             "rollout_kl",
         )
     elif sample is not None and sample < 0.9:

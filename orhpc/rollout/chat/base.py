@@ -294,8 +294,10 @@ class ChatFormat(ABC):
             )
         except Exception as error:  # noqa: BLE001  # a template may raise any exception
             reason = " ".join(str(error).split())[:200]
+            other = "; model.chat_format: template writes what it refuses into user messages"
             raise ModelError(
                 f"the tokenizer's chat template cannot render a conversation: {reason}"
+                f"{other if self.name != 'template' else ''}"
             ) from None
 
 
