@@ -8,12 +8,12 @@ through the vision tower of an earlier one.
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from orhpc.rollout.engines.sglang_imports import AfterImport
+from orhpc.rollout.engines.sglang_imports import AfterImport, wrap_method
 
 CACHE = "sglang.srt.mem_cache.multimodal_cache"
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -29,32 +29,22 @@ def forget_images() -> None:
 
 def note_caches(module: Any) -> None:
     """Note every ``module.MultiModalStaticCache`` that is made from now on."""
-    kind = getattr(module, "MultiModalStaticCache", None)
-    if kind is None:
-        return
-    own = kind.__init__
 
-    @functools.wraps(own)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         _made.add(self)
 
-    kind.__init__ = initialize
+    wrap_method(module, "MultiModalStaticCache", "__init__", initialize)
 
 
 def empty_with_cache(module: Any) -> None:
     """Let ``module.Scheduler.flush_cache`` empty the noted caches too, if it has emptied the KV cache."""
-    scheduler = getattr(module, "Scheduler", None)
-    own = getattr(scheduler, "flush_cache", None)
-    if scheduler is None or own is None:
-        return
 
-    @functools.wraps(own)
-    def flush_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def flush_cache(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         flushed = own(self, *args, **kwargs)
         if flushed:
             for cache in _made:
                 cache.clear()
         return flushed
 
-    scheduler.flush_cache = flush_cache
+    wrap_method(module, "Scheduler", "flush_cache", flush_cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from orhpc.process import start_gate
 
@@ -30,6 +32,23 @@ def wait_before_loading_models() -> None:
     """Let this process wait at its gate (:mod:`orhpc.process.start_gate`), if it is about to load a model."""
     if start_gate.VARIABLE in os.environ:
         sys.meta_path.insert(0, AfterImport(MODEL_RUNNER, start_gate.wait_at_gate))
+
+
+def wrap_method(module: Any, kind: str, method: str, wrapper: Callable[..., Any]) -> None:
+    """Let a method of the class ``module.kind`` be ``wrapper(own, self, *args, **kwargs)``.
+
+    ``own``: the method as SGLang has it.  Releases without the class or the method are left alone.
+    """
+    owner = getattr(module, kind, None)
+    own = getattr(owner, method, None)
+    if owner is None or own is None:
+        return
+
+    @functools.wraps(own)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(own, self, *args, **kwargs)
+
+    setattr(owner, method, wrapped)
 
 
 class AfterImport(MetaPathFinder):

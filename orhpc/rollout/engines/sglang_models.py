@@ -11,13 +11,13 @@ SGLang 0.5.16 has two faults, which 0.5.23 does not have:
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from orhpc.rollout.engines.sglang_imports import MODEL_RUNNER, AfterImport
+from orhpc.rollout.engines.sglang_imports import MODEL_RUNNER, AfterImport, wrap_method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,13 +36,8 @@ def repair_models() -> None:
 
 def repair_loaded(module: Any) -> None:
     """Let ``module.ModelRunner.load_model`` repair the model that it has loaded."""
-    runner = getattr(module, "ModelRunner", None)
-    own = getattr(runner, "load_model", None)
-    if runner is None or own is None:
-        return
 
-    @functools.wraps(own)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(self, *args, **kwargs)
         if followed := hold_routers_in_float32(self.model):
             log.info("%d routers use their weights, not copies that syncs do not reach", followed)
@@ -50,7 +45,7 @@ def repair_loaded(module: Any) -> None:
             log.info("%d routers know their layers, so that their choices can be recorded", numbered)
         return result
 
-    runner.load_model = load_model
+    wrap_method(module, "ModelRunner", "load_model", load_model)
 
 
 def hold_routers_in_float32(model: nn.Module) -> int:

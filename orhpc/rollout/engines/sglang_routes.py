@@ -13,14 +13,13 @@ the same time wait for each other.  The scheduler packs them before it sends the
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orhpc.rollout.engines.sglang_imports import AfterImport
+from orhpc.rollout.engines.sglang_imports import AfterImport, wrap_method
 
 if TYPE_CHECKING:
     import torch
@@ -40,19 +39,13 @@ def return_packed(module: Any) -> None:
 
     from orhpc.wire.routes import pack_rows
 
-    capturer = getattr(module, "RoutedExpertsCapturer", None)
-    get_topk = getattr(capturer, "get_topk", None)
-    if capturer is None or get_topk is None:
-        return
-
-    @functools.wraps(get_topk)
-    def packed(*args: Any, **kwargs: Any) -> Any:
-        routes = get_topk(*args, **kwargs)
+    def packed(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        routes = own(*args, **kwargs)
         if isinstance(routes, torch.Tensor) and routes.dtype == torch.int32 and not routes.is_cuda:
             return torch.from_numpy(pack_rows(routes.numpy()))
         return routes
 
-    capturer.get_topk = packed
+    wrap_method(module, "RoutedExpertsCapturer", "get_topk", packed)
 
 
 def allocate_routes_when_used() -> None:
@@ -76,17 +69,11 @@ def leave_unpinned(module: Any) -> None:
                 return zeros_on_use(*args, dtype=kwargs["dtype"])
             return func(*args, **(kwargs or {}))
 
-    cache = getattr(module, "BaseHostCache", None)
-    if cache is None:
-        return
-    own = cache.__init__
-
-    @functools.wraps(own)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with ZerosOnUse():
-            own(self, *args, **kwargs)
+            own(*args, **kwargs)
 
-    cache.__init__ = initialize
+    wrap_method(module, "BaseHostCache", "__init__", initialize)
 
 
 def zeros_on_use(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
