@@ -68,4 +68,5 @@ def _line(row: dict[str, Any]) -> str:
     reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
     about = safe(f"{row['task']}  {row['error']}" if row["error"] else row["task"])
     counts = f"{row['length']:>6} tokens  {row['turns']} turns"
-    return f"{row['id']:>10}  {reward:>7}  {counts}  {row['end']:<10} {about}"
+    age = f"  age {row['age']}" if row["age"] else ""  # of its oldest token, in policy versions
+    return f"{row['id']:>10}  {reward:>7}  {counts}{age}  {row['end']:<10} {about}"

@@ -6,16 +6,22 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from orhpc.process.terminal import safe
 from orhpc.types import Rollout
 
 
 def lines(rollout: Rollout) -> Iterator[str]:
-    """Yield a rollout's transcript: roles, content, tool calls with arguments, rewards and errors."""
+    """Yield a rollout's transcript: roles, content, tool calls, rewards, errors, and policies if several."""
     for message in rollout.messages:
         yield from message_lines(message)
     error = f", {safe(rollout.error)}" if rollout.error else ""
     yield f"--- end: {rollout.end}, reward {rollout.reward}{error}"
+    versions, counts = np.unique(rollout.versions_T[rollout.loss_mask_T], return_counts=True)
+    if len(versions) > 1:
+        shares = (f"{count} by {version}" for version, count in zip(versions, counts, strict=True))
+        yield f"--- tokens by policy version: {', '.join(shares)}"
 
 
 def message_lines(message: Mapping[str, Any]) -> Iterator[str]:

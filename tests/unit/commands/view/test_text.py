@@ -64,6 +64,16 @@ def test_a_rollout_shows_calls_arguments_rewards_reasoning_and_errors(
     ]
 
 
+def test_policies_of_a_rollout_are_shown_if_there_are_several() -> None:
+    rollout = make_rollout(1, 0, 9, reward=0.5)
+    rollout.messages = []
+    rollout.loss_mask_T[:] = [False] * 3 + [True] * 6
+    rollout.versions_T[:] = [-1, -1, -1, 4, 4, 6, 7, 7, 7]
+    assert list(lines(rollout))[1:] == ["--- tokens by policy version: 2 by 4, 1 by 6, 3 by 7"]
+    rollout.versions_T[3:] = 7
+    assert len(list(lines(rollout))) == 1
+
+
 def test_evaluations_are_listed_and_opened(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(run.path), "--evaluation", "0"]) == 0
     listed = capsys.readouterr().out
