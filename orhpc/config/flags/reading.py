@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orhpc.config.files import default_setting
@@ -133,6 +134,9 @@ def settings_of(
         for setting, value in convert(given).items():
             _add(found, setting, name, value)
     notes = _notes(flags)
+    load, save = (None if (text := given.text(name)) is None else Path(text) for name in ("--load", "--save"))
+    if load is not None and load != save and not load.exists():
+        notes.append(f"--load {load}: no such folder, so the weights are those of the model")
     if (parallel := _implied_backend(found, current)) is not None:
         found["train.backend"] = parallel, "megatron"
         notes.append(f"train.backend=megatron, because of {parallel}")

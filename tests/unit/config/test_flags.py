@@ -256,6 +256,18 @@ def test_trained_megatron_weights_are_refused_and_converted_ones_need_not_be_nam
     assert overrides_of("--load", "checkpoints/", "--save", "checkpoints") == {"run.root": "checkpoints"}
 
 
+def test_a_folder_to_load_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in slime the run begins with the model's weights, but a misspelt path should be seen."""
+    missing = str(tmp_path / "iter_10")
+    assert overrides_of("--load", missing) == {}
+    assert f"--load {missing}: no such folder" in "".join(capsys.readouterr())
+    assert overrides_of("--load", missing, "--save", missing) == {"run.root": missing}  # a first start
+    assert overrides_of("--load", str(tmp_path)) == {}
+    assert "no such folder" not in "".join(capsys.readouterr())
+
+
 def test_every_flag_that_is_read_back_gives_what_was_set() -> None:
     config = Config.model_validate({"environments": {"a": {"serve": "letters"}}})
     values: dict[str, Any] = {f.name: f.read(config) for f in FLAGS.values() if f.read is not None}
