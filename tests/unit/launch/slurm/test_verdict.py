@@ -292,5 +292,5 @@ def test_the_batch_output_shows_the_steps_of_this_attempt(
     log.close()
     attempt.tick()
     attempt.tick()
-    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert [line.partition(": ")[2][:16] for line in lines] == ["step 4/9 reward ", "committed step 4"]
+    lines = [line.removeprefix("orhpc: ") for line in capsys.readouterr().err.splitlines()]
+    assert [line[:16] for line in lines] == ["step 4/9 reward ", "committed step 4"]
