@@ -71,8 +71,8 @@ FORGETS_ENTRIES: dict[str, tuple[Any, ...]] = {
     "radix_cache_backend": ("none",),
 }
 """SGLang's options of KV caches that ``/flush_cache`` does not empty, and values that turn them off."""
-MOVES_EXPERTS = ("enable_eplb", "elastic_ep_backend")
-"""SGLang's options that move experts to other places while it serves."""
+KEEPS_PLACES: dict[str, tuple[Any, ...]] = {"enable_eplb": (False,), "elastic_ep_backend": ("none",)}
+"""SGLang's options that move experts to other places while it serves, and values that turn them off."""
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
 """SGLang's names of the option behind :attr:`SpeculativeSettings.draft_model`; the second is an alias."""
 ALGORITHM = "speculative_algorithm"
@@ -271,7 +271,7 @@ class EngineSettings(Section):
             raise ValueError(f"delta_sync: sync: {self.sync} broadcasts nothing; use auto or broadcast")
         if self.sync_own_experts and (problem := self._unknown_experts()) is not None:
             raise ValueError(f"sync_own_experts: {problem}")
-        if self.records_loading and (moving := next(filter(self._is_on, MOVES_EXPERTS), None)):
+        if self.records_loading and (moving := self._other_than(KEEPS_PLACES)):
             name = "delta_sync" if self.delta_sync else "direct_loading"
             raise ValueError(f"{name}: extra.{moving} moves experts from where their weights are copied to")
         if (kept := self._other_than(FORGETS_ENTRIES)) is not None:
@@ -288,9 +288,6 @@ class EngineSettings(Section):
             if (value := self.option(name)) is not None and value not in values:
                 return f"{name}={value}"
         return None
-
-    def _is_on(self, option: str) -> bool:
-        return self.option(option) not in (None, False, "none")
 
     def _unknown_experts(self) -> str | None:
         """Why it is not known which experts an engine rank holds, or why it does not matter."""

@@ -44,7 +44,7 @@ async def score_group(
     settings = config.environments[task.environment]
     if config.rollout.custom_reward is not None:  # it replaces the environment's rewards
         if function is not None:
-            own = health.setdefault(function.name, Health())
+            own = health.setdefault(function.name, Health()).began()
             await _reward_group(function, settings, environment, [rollouts[i] for i in finished], own, report)
         return
     if not environment.supports_score_group:
@@ -70,7 +70,6 @@ async def _reward_group(
     health: Health,
     report: Callable[[Environment, UserCodeError], None],
 ) -> None:
-    health.began()
     try:
         rewards = await function.of_group(environment, finished, settings)
     except (InfraError, BadTask, UserCodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from orhpc.errors import EnvironmentRaised, InfraError, OrhpcError, ToolTimeout, UserCodeError
 
@@ -22,9 +23,10 @@ class Health:
     _failed_in_a_row: int = 0
     _user_errors: int = 0
 
-    def began(self) -> None:
-        """Record a rollout that begins."""
+    def began(self) -> Self:
+        """Record a rollout that begins, and return this."""
         self._begun += 1
+        return self
 
     def succeeded(self) -> None:
         """Record a rollout that ended without failing."""

@@ -282,8 +282,7 @@ class RolloutWorker:
     async def _generate(self, request: GroupRequest, sample: int, begun: Rollout | None) -> Rollout:
         """Generate one rollout, with retries, or go on with ``begun`` if its environment allows that."""
         async with self._gate:
-            health = self._health.setdefault(request.task.environment, Health())
-            health.began()
+            health = self._health.setdefault(request.task.environment, Health()).began()
             for retry in itertools.count():
                 try:
                     rollout = await self._agent.run(

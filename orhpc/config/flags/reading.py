@@ -134,8 +134,8 @@ def settings_of(
         for setting, value in convert(given).items():
             _add(found, setting, name, value)
     notes = _notes(flags)
-    load, save = (None if (text := given.text(name)) is None else Path(text) for name in ("--load", "--save"))
-    if load is not None and load != save and not load.exists():
+    load, save = given.text("--load"), given.text("--save")
+    if load and Path(load) != Path(save or "") and not Path(load).exists():
         notes.append(f"--load {load}: no such folder, so the weights are those of the model")
     if (parallel := _implied_backend(found, current)) is not None:
         found["train.backend"] = parallel, "megatron"

@@ -18,7 +18,8 @@ NO_PROXY = ("no_proxy", "NO_PROXY")
 def say(line: str) -> None:
     """Print one line to the job's output."""
     node = os.environ.get("SLURMD_NODENAME")  # none in a local run
-    print("orhpc:", *[f"{node}:"] * bool(node), " ".join(line.split()), file=sys.stderr, flush=True)
+    source = f"orhpc: {node}:" if node else "orhpc:"
+    print(source, " ".join(line.split()), file=sys.stderr, flush=True)
 
 
 def use_address(address: str) -> None:

@@ -181,12 +181,12 @@ SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trai
         (
             ENVIRONMENT,
             [*EP, "engine.direct_loading=true", "engine.extra.enable-eplb=true"],
-            "direct_loading: extra.enable_eplb moves experts",
+            "direct_loading: extra.enable_eplb=True moves experts",
         ),
         (
             ENVIRONMENT,
             [*EP, *SPLIT, "engine.delta_sync=true", "engine.extra.elastic_ep_backend=mooncake"],
-            "delta_sync: extra.elastic_ep_backend moves experts",
+            "delta_sync: extra.elastic_ep_backend=mooncake moves experts",
         ),
         (
             ENVIRONMENT,
