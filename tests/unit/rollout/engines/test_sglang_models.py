@@ -1,4 +1,4 @@
-"""Repairs of SGLang's routers, with classes that behave like those of SGLang 0.5.16."""
+"""Repairs of SGLang's models, with classes that behave like those of SGLang 0.5.16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from orhpc.rollout.engines.sglang_loading import RecordedLoading
-from orhpc.rollout.engines.sglang_models import hold_routers_in_float32, number_routers, repair_loaded
+from orhpc.rollout.engines.sglang_models import (
+    hold_routers_in_float32,
+    keep_cache_scales,
+    number_routers,
+    repair_loaded,
+)
 
 EXPERTS, HIDDEN = 8, 16
 
@@ -33,6 +38,16 @@ class TopK(nn.Module):
     def __init__(self, layer_id: int | None) -> None:
         super().__init__()
         self.layer_id = layer_id
+
+
+class Attention(nn.Module):
+    """Has scales of its KV cache as ``BaseKVCacheMethod.create_weights`` makes them, and one as loaded."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.k_scale = nn.Parameter(torch.tensor(scale), requires_grad=False)
+        self.v_scale = nn.Parameter(torch.tensor(scale), requires_grad=False)
+        self.k_scale_float = self.v_scale_float = scale
 
 
 class Model(nn.Module):
@@ -112,10 +127,42 @@ def test_routers_without_a_layer_get_its_number_and_others_keep_theirs() -> None
     assert [module.layer_id for module in model.modules() if isinstance(module, TopK)] == [0, 7, 2, None]
 
 
+def sleep_and_wake(model: nn.Module) -> None:
+    """What an engine's sleep does to a model's memory: SGLang saves and restores buffers."""
+    saved = [(name, buffer.detach().clone()) for name, buffer in model.named_buffers()]
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data.zero_()
+    buffers = dict(model.named_buffers())
+    for name, value in saved:
+        buffers[name][...] = value
+
+
+def test_scales_of_the_kv_cache_survive_sleep_once_repaired() -> None:
+    lost, kept = Attention(0.5), Attention(0.5)
+    assert keep_cache_scales(nn.ModuleList([kept, TopK(0)]), random=False) == 1
+    addresses = kept.k_scale.data_ptr(), kept.v_scale.data_ptr()
+    sleep_and_wake(lost)
+    sleep_and_wake(kept)
+    assert (lost.k_scale, lost.v_scale) == (0, 0)
+    assert (kept.k_scale, kept.v_scale, kept.k_scale_float) == (0.5, 0.5, 0.5)
+    assert (kept.k_scale.data_ptr(), kept.v_scale.data_ptr()) == addresses
+    assert not kept.state_dict()
+
+
+def test_scales_of_random_weights_become_one() -> None:
+    attention = Attention(3e-4)
+    keep_cache_scales(attention, random=True)
+    assert (attention.k_scale, attention.v_scale) == (1, 1)
+    assert (attention.k_scale_float, attention.v_scale_float) == (1, 1)
+
+
 def test_models_are_repaired_once_loaded() -> None:
     class ModelRunner:
+        server_args = SimpleNamespace(load_format="dummy")
+
         def load_model(self, quietly: bool) -> str:
             self.model = Model()
+            self.model.attention = Attention(3e-4)
             return f"loaded {quietly}"
 
     repair_loaded(SimpleNamespace(ModelRunner=ModelRunner))
@@ -123,4 +170,5 @@ def test_models_are_repaired_once_loaded() -> None:
     assert runner.load_model(quietly=True) == "loaded True"
     assert runner.model.gates()[0].weight.dtype == torch.float32
     assert runner.model.model["layers"][2]["topk"].layer_id == 2
+    assert dict(runner.model.attention.named_buffers())["k_scale"] == 1
     repair_loaded(SimpleNamespace())  # a release without it
