@@ -45,6 +45,8 @@ TINY: dict[str, Any] = LAYERS_30B | {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 """For testing programs on CPUs."""
+TINY_EXPERTS: dict[str, Any] = TINY | {"num_experts": 128}
+"""As many tensors as the large model: what they cost the host."""
 SMALL: dict[str, Any] = LAYERS_30B | {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
     "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
@@ -58,7 +60,10 @@ QWEN3_06B: dict[str, Any] = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 """Qwen3-0.6B has 28 such layers."""
-SIZES = {"0.6b": QWEN3_06B, "30b": LAYERS_30B, "small": SMALL, "tiny": TINY, "drafter": DRAFTER}
+SIZES = {
+    "0.6b": QWEN3_06B, "30b": LAYERS_30B, "small": SMALL, "tiny": TINY, "tiny-experts": TINY_EXPERTS,
+    "drafter": DRAFTER,
+}  # fmt: skip
 POOL = 16_777_259
 """Numbers in the pool: a prime, so that the starts of rows of 2048 repeat only after as many rows."""
 SPREAD = 0.02

@@ -38,9 +38,11 @@ from orhpc.train.megatron.scratch_tensors import CachedTensors
 from orhpc.train.megatron.state import state_shards
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 from orhpc.train.stopping import MESSAGE
+from orhpc.train.weights.buckets import FlatTensors
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize, check_scales, unchanged
 from orhpc.train.weights.source import HfNames
+from orhpc.wire.weights import NamedTensor
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -177,6 +179,15 @@ class MegatronBackend(Backend):
         quantize: Quantize = unchanged,
     ) -> Iterator[tuple[str, Tensor]]:
         return self._exporter.export(names, blocks, quantize)
+
+    @torch.no_grad()
+    def export_flat(
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
+    ) -> Iterator[NamedTensor | FlatTensors]:
+        return self._exporter.export_flat(names, blocks, quantize)
 
     def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
         held = (

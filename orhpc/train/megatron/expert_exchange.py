@@ -55,7 +55,7 @@ class ExpertExchange:
         experts: int,
         dtype: torch.dtype,
         blocks: ExpertBlocks,
-        encoding: WeightBytes | None,
+        encoding: WeightBytes,
     ) -> None:
         """``held``: this rank's parts by their name in the whole model.  ``experts``: of a layer."""
         self._held, self._settings, self._dtype, self._blocks = held, settings, dtype, blocks
@@ -67,7 +67,7 @@ class ExpertExchange:
         self._group: Any = parallel_state.get_expert_model_parallel_group()
         self._wanted = [self._blocks_for(rank) for rank in dist.get_process_group_ranks(self._group)]
         """For each rank of the expert-parallel group, the blocks that it receives, one after the other."""
-        self.encoding = None if self.sends_nothing else encoding
+        self.encoding = encoding if encoding.quantizes and not self.sends_nothing else None
         """How :meth:`exchanged` yields experts; None: whole."""
 
     def _blocks_for(self, rank: int) -> tuple[int, ...]:
@@ -153,12 +153,13 @@ class ExpertExchange:
     def _encoded(self, names: Sequence[str], wholes: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.encoding is None or not wholes:
             return wholes
-        flat = self.encoding.encode(zip(names, wholes, strict=True))
-        return flat.split([self.encoding.size(name) for name in names])
+        packing = self.encoding.packing(names, apart=True)
+        flat = self.encoding.pack(packing, self.encoding.mapping.split_each(names, wholes))
+        return flat.data.split(packing.sizes)
 
     def _size(self, target: Target) -> int:
         """Elements of a target as it is sent."""
-        return prod(target.shape) if self.encoding is None else self.encoding.size(target.name)
+        return prod(target.shape) if self.encoding is None else self.encoding.packing([target.name]).sizes[0]
 
     def _joined(self, targets: Sequence[Target], parts: Sequence[Tensor]) -> list[Tensor]:
         """Gather the other parts of each target."""

@@ -2,7 +2,8 @@
 
 Each call takes a bucket of names.  A tensor-parallel rank's parts of the bucket are sent
 as one flat tensor: first within the group, then from the owning expert-parallel rank and pipeline
-stage to the others, quantized if the engines hold FP8 weights (:mod:`orhpc.train.megatron.weight_bytes`).
+stage to the others, as the bytes that the engines get where possible, so quantized if they hold FP8 weights
+(:mod:`orhpc.train.megatron.weight_bytes`).
 For engines that hold different experts on each rank, :mod:`orhpc.train.megatron.expert_exchange` gives
 each rank only some experts.
 """
@@ -26,8 +27,10 @@ from orhpc.train.megatron.expert_exchange import ExpertExchange
 from orhpc.train.megatron.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
 from orhpc.train.megatron.weight_bytes import WeightBytes
+from orhpc.train.weights.buckets import FlatTensors
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize, unchanged
+from orhpc.wire.weights import NamedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class _Transfer:
     dtype: torch.dtype
     of_experts: bool
     targets: Sequence[Target]
-    names: Sequence[str]
+    names: tuple[str, ...]
     """The targets' names in the whole model."""
     shapes: Sequence[tuple[int, ...]]
     """Of one part of each target."""
@@ -55,6 +58,8 @@ class _Transfer:
     """Elements of one part of each target."""
     units: Sequence[tuple[str, int]]
     """Names of the units to which the targets belong, in order, and how many of the targets do."""
+    alone: bool
+    """Whether each target is a unit: not a part of a checkpoint tensor of all experts."""
 
 
 class Exporter:
@@ -68,9 +73,9 @@ class Exporter:
         self._waiting: dict[str, list[Tensor]] = {}
         self._planned: dict[tuple[str, ...], list[_Transfer]] = {}
         self._encodings: dict[Quantize, WeightBytes] = {}
-        self._own: dict[tuple[tuple[str, ...], ExpertBlocks], list[tuple[str, Tensor]]] = {}
-        """Views of the experts of a bucket, where ranks send each other nothing: thousands in every sync."""
-        self._storages: set[int] | None = None
+        self._views: dict[tuple[str, ...], tuple[list[int], list[NamedTensor]]] = {}
+        """By the names of weights: their storages, and the checkpoint tensors that are views of them; kept,
+        because a mixture has thousands in every sync."""
         self._experts = {
             name: targets[0].expert
             for name, targets in mapping.units().items()
@@ -107,99 +112,129 @@ class Exporter:
         names: Iterable[str],
         blocks: ExpertBlocks | None = None,
         quantize: Quantize = unchanged,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors (collective).
+    ) -> Iterator[NamedTensor]:
+        """Yield whole tensors (collective), in the order of :meth:`export_flat`."""
+        for item in self.export_flat(names, blocks, quantize):
+            if isinstance(item, FlatTensors):
+                yield from item.tensors()
+            else:
+                yield item
+
+    def export_flat(
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
+    ) -> Iterator[NamedTensor | FlatTensors]:
+        """Yield whole tensors, several in one buffer where ranks sent each other their bytes (collective).
 
         In the order of ``names``; with ``blocks``, experts follow all other tensors.  Those that ranks sent
         to ranks that hold no part of them have been through ``quantize``.
         """
         wanted = tuple(names)
-        experts: list[str] = []
+        experts: tuple[str, ...] = ()
         if blocks is not None:
-            experts = [name for name in wanted if name in self._experts]
+            experts = tuple(name for name in wanted if name in self._experts)
             wanted = tuple(name for name in wanted if name not in self._experts)
         encoding = self._encoding(quantize)
         transfers = self._transfers(wanted)
-        encoded = self._encoded(transfers, encoding)
+        quantized = self._quantized(transfers, encoding)
         for index, transfer in enumerate(transfers):
-            if encoding is not None and index in encoded:
-                flat = encoded.pop(index)
-                self._spread(flat, transfer.owner)
-                yield from encoding.decode(transfer.names, flat)
-                continue
-            tensors = iter(self._gathered(transfer))
-            for name, count in transfer.units:
-                yield from self._collected(name, list(islice(tensors, count)))
+            flat = quantized.pop(index, None) or self._bytes(transfer, encoding)
+            if flat is not None:
+                self._spread(flat.data, transfer.owner)
+                yield flat
+            elif transfer.alone and not self._spreads(transfer.owner):
+                yield from self._pieces(transfer)
+            else:
+                tensors = iter(self._gathered(transfer))
+                for name, count in transfer.units:
+                    yield from self._collected(name, list(islice(tensors, count)))
         if blocks is not None:
             yield from self._exchanged(experts, blocks, encoding)
 
-    def _encoding(self, quantize: Quantize) -> WeightBytes | None:
-        """None: ranks send each other weights as they are."""
-        if quantize is unchanged:
-            return None
+    def _encoding(self, quantize: Quantize) -> WeightBytes:
         if (found := self._encodings.get(quantize)) is None:
             found = self._encodings[quantize] = WeightBytes(self._mapping, self._dtype, quantize)
         return found
 
-    def _encoded(self, transfers: Sequence[_Transfer], encoding: WeightBytes | None) -> dict[int, Tensor]:
-        """Return a buffer for each transfer that is sent quantized, by index; filled if this rank sends it.
+    def _quantized(self, transfers: Sequence[_Transfer], encoding: WeightBytes) -> dict[int, FlatTensors]:
+        """Return the transfers that are sent quantized, by index; filled if this rank sends them.
 
         A rank quantizes all that it sends before the first transfer, so that the owners of a bucket's experts
         do so at the same time (collective in a tensor-parallel group).
         """
-        found: dict[int, Tensor] = {}
-        if encoding is None:
-            return found
-        units = self._mapping.units()
+        found: dict[int, FlatTensors] = {}
         for index, transfer in enumerate(transfers):
-            names = transfer.names
-            # Not parts of a checkpoint tensor of all experts.
-            alone = all(len(units.get(name, ())) == 1 for name in names)
-            if not (alone and self._spreads(transfer.owner) and encoding.shrinks(names)):
+            if not (transfer.alone and self._spreads(transfer.owner)):
+                continue
+            packing = encoding.packing(transfer.names)
+            if not packing.shrinks:
                 continue
             if self._holds(transfer.owner):
-                found[index] = encoding.encode(zip(names, self._whole_here(transfer), strict=True))
+                found[index] = encoding.pack(packing, self._pieces(transfer))
             else:
-                size = sum(encoding.size(name) for name in names)
-                found[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
+                size = packing.spec.nbytes
+                data = torch.empty(size, dtype=torch.uint8, device=self._device)
+                found[index] = FlatTensors(packing.spec, data)
+        return found
+
+    def _bytes(self, transfer: _Transfer, encoding: WeightBytes) -> FlatTensors | None:
+        """Return a transfer's bytes as they are, if they are those of its checkpoint tensors in order.
+
+        Filled if this rank sends them.
+        """
+        as_is = transfer.alone and transfer.dtype == self._dtype and self._ways(transfer) == 1
+        if not (as_is and self._spreads(transfer.owner)):
+            return None
+        packing = encoding.packing(transfer.names)
+        if not packing.in_order:
+            return None
+        return FlatTensors(packing.spec, self._joined(transfer).view(torch.uint8))
+
+    def _pieces(self, transfer: _Transfer) -> list[NamedTensor]:
+        """Return the checkpoint tensors that this rank's tensor-parallel group holds (collective in it)."""
+        names = transfer.names
+        if self._ways(transfer) == 1 and transfer.dtype == self._dtype:
+            return self._own_pieces(names)
+        return self._mapping.split_each(names, self._whole_here(transfer))
+
+    def _own_pieces(self, names: tuple[str, ...]) -> list[NamedTensor]:
+        """Return the checkpoint tensors of weights that this rank holds whole."""
+        storages = [self._held[name].untyped_storage()._cdata for name in names]
+        known, found = self._views.get(names, ((), []))
+        if known == storages:
+            return found
+        found = self._mapping.split_each(names, [self._held[name].detach().to(self._dtype) for name in names])
+        if {tensor.untyped_storage()._cdata for _, tensor in found} <= set(storages):
+            self._views[names] = storages, found
         return found
 
     def _exchanged(
-        self, names: Sequence[str], blocks: ExpertBlocks, encoding: WeightBytes | None
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, names: tuple[str, ...], blocks: ExpertBlocks, encoding: WeightBytes
+    ) -> Iterator[NamedTensor | FlatTensors]:
         """Yield experts of this rank's block, layer by layer (collective)."""
-        if (own := self._own.get((tuple(names), blocks))) is not None:
-            yield from own
-            return
         exchange = ExpertExchange(
             self._held, self._settings, self._mapping.shape.experts, self._dtype, blocks, encoding
         )
-        tensors = self._from_exchange(exchange, names)
         if exchange.sends_nothing:
-            own = list(tensors)
-            if all(self._is_held(tensor) for _, tensor in own):
-                self._own[tuple(names), blocks] = own
-            yield from own
+            yield from self._own_pieces(names)
         else:
-            yield from tensors
+            yield from self._from_exchange(exchange, names)
 
-    def _is_held(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of this rank's weights, which have the same memory in every sync."""
-        if self._storages is None:
-            self._storages = {held.untyped_storage()._cdata for held in self._held.values()}
-        return tensor.untyped_storage()._cdata in self._storages
-
-    def _from_exchange(self, exchange: ExpertExchange, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def _from_exchange(
+        self, exchange: ExpertExchange, names: Sequence[str]
+    ) -> Iterator[NamedTensor | FlatTensors]:
         units = self._mapping.units()
         for _, run in groupby(names, key=lambda name: units[name][0].layer):
-            of_layer = list(run)
+            of_layer = tuple(run)
             targets = [units[name][0] for name in of_layer]
             tensors = exchange.exchanged(targets, self._owner(targets[0]).stage)
-            for name, sent in zip(of_layer, tensors, strict=True):
-                if exchange.encoding is not None:
-                    yield from exchange.encoding.decode([name], sent)
-                else:
-                    yield from self._mapping.split(name, sent).items()
+            if exchange.encoding is not None:
+                packing = exchange.encoding.packing(of_layer, apart=True)
+                yield FlatTensors(packing.spec, torch.cat(list(tensors)))
+            else:
+                yield from self._mapping.split_each(of_layer, tensors)
 
     def _transfers(self, names: tuple[str, ...]) -> list[_Transfer]:
         """Divide a bucket's targets into transfers; kept, because a mixture has thousands in every sync."""
@@ -211,6 +246,7 @@ class Exporter:
         return found
 
     def _transfer(self, run: Sequence[tuple[str, Target]]) -> _Transfer:
+        units = self._mapping.units()
         targets = [target for _, target in run]
         shapes = [target.local_shape() for target in targets]
         return _Transfer(
@@ -218,13 +254,14 @@ class Exporter:
             dtype=self._type(targets[0]),
             of_experts=targets[0].expert is not None,
             targets=targets,
-            names=[target.name for target in targets],
+            names=tuple(target.name for target in targets),
             shapes=shapes,
             counts=[prod(shape) for shape in shapes],
             units=[(name, len(list(same))) for name, same in groupby(name for name, _ in run)],
+            alone=all(len(units[name]) == 1 for name, _ in run),
         )
 
-    def _collected(self, name: str, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _collected(self, name: str, parts: list[Tensor]) -> Iterator[NamedTensor]:
         """Collect a unit's targets, which may come in several runs, and yield it once complete."""
         group = self._mapping.units()[name]
         waiting = self._waiting.setdefault(name, [])

@@ -301,6 +301,11 @@ class HfMapping:
         fused = first.pieces[0].expert is not None
         return {n: _joined(parts, first.dim, fused) for n, parts in found.items()}
 
+    def split_each(self, names: Iterable[str], wholes: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+        """Return the checkpoint tensors contained in several whole units."""
+        units = zip(names, wholes, strict=True)
+        return [item for name, whole in units for item in self.split(name, whole).items()]
+
 
 class CriticMapping(HfMapping):
     """The mapping of the critic: the model without its head, and the value head, whole on every rank."""

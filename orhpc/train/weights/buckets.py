@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.source import WeightSource
-from orhpc.wire.weights import FlattenedTensorMetadata, empty_bucket
+from orhpc.wire.weights import FlattenedTensorMetadata, NamedTensor, empty_bucket, unflatten_bucket
 
 _LOADED_TOGETHER = re.compile(r"(.*\.)(?:q_a_proj|kv_a_proj_with_mqa)\.(?:weight|bias)")
 """Tensors of latent attention that SGLang (0.5.16, 0.5.23) concatenates to one parameter of a layer.  It
@@ -40,6 +40,20 @@ class BucketSpec:
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatTensors:
+    """Several tensors in one buffer: handled at once, where one after the other would cost the host time."""
+
+    spec: BucketSpec
+    """The tensors in the order of the bytes; the same object in every sync."""
+    data: Tensor
+    """uint8 ``[spec.nbytes]``."""
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield each tensor, as a view where its place is aligned."""
+        yield from unflatten_bucket(self.data, metadata_of(self.spec))
 
 
 def plan_buckets(

@@ -8,6 +8,7 @@ Rounding equals that of TransformerEngine's blocks, so that an FP8 trainer multi
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import defaultdict
@@ -68,7 +69,13 @@ Quantize = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a checkpoint tensor is the weight of a linear layer that FP8 models quantize."""
-    return len(shape) == 2 and name.endswith(".weight") and not _KEPT.search(name)
+    return len(shape) == 2 and _is_linear(name)
+
+
+@functools.cache
+def _is_linear(name: str) -> bool:
+    """Whether a name is that of a linear layer's weight; kept, because a mixture has thousands."""
+    return name.endswith(".weight") and not _KEPT.search(name)
 
 
 def make_quantizer(*, power_of_two: bool) -> Quantize:

@@ -22,7 +22,7 @@ from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import InfraError, WeightSyncFailed
 from orhpc.train.process_groups import typed_failures
 from orhpc.train.stopping import agree
-from orhpc.train.weights.buckets import BucketSpec, buckets_of, for_wire, usable
+from orhpc.train.weights.buckets import BucketSpec, FlatTensors, buckets_of, for_wire, usable
 from orhpc.train.weights.deltas import SentBuckets, delta_spec, with_header
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
@@ -36,6 +36,7 @@ from orhpc.train.weights.update_requests import (
     UpdateRequests,
 )
 from orhpc.wire.weight_deltas import HEADER, Delta
+from orhpc.wire.weights import NamedTensor
 
 log = logging.getLogger(__name__)
 _MARGIN_S = 30.0
@@ -227,7 +228,7 @@ class RankSync:
     def _gather(self, walk: _Walk, turn: int, index: int) -> tuple[Tensor, Delta | None]:
         """Gather a bucket (collective); returns what to broadcast, and the delta if it is one."""
         spec, deltas = walk.specs[index], self._deltas
-        tensors = self._source.export(spec.parameters, walk.blocks, self._quantize)
+        tensors = self._source.export_flat(spec.parameters, walk.blocks, self._quantize)
         if deltas is None:
             return walk.stage.fill(turn, spec, tensors), None
         flat = walk.stage.fill(turn, spec, _headed(deltas.header(index), tensors))
@@ -275,6 +276,8 @@ class RankSync:
             sender.close()
 
 
-def _headed(header: Tensor, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _headed(
+    header: Tensor, tensors: Iterator[NamedTensor | FlatTensors]
+) -> Iterator[NamedTensor | FlatTensors]:
     yield HEADER, header
     yield from tensors

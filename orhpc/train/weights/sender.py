@@ -33,7 +33,7 @@ from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import OutOfMemory, WeightSyncFailed
 from orhpc.train.memory_errors import exhausted_memory
 from orhpc.train.process_groups import bound, hosted_store, use_interface_towards
-from orhpc.train.weights.buckets import BucketSpec, metadata_of
+from orhpc.train.weights.buckets import BucketSpec, FlatTensors, metadata_of
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.wire.weights import NamedTensor, bucket_handle, shared_bucket
 
@@ -51,6 +51,7 @@ class _Places:
         runs = itertools.groupby(self.metadata, key=lambda m: m.dtype)
         self._runs = [(dtype, [m.numel // dtype.itemsize for m in run]) for dtype, run in runs]
         """Consecutive tensors of one type: elements of each."""
+        self._ranges: dict[BucketSpec, list[tuple[int, int, int]]] = {}
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the tensors' elements in the bucket, each as a vector that :func:`_elements` fits.
@@ -63,6 +64,27 @@ class _Places:
             end = start + sum(counts) * dtype.itemsize
             found += _elements(flat[start:end].view(dtype)).split(counts)
             start = end
+        return found
+
+    def ranges(self, part: BucketSpec) -> list[tuple[int, int, int]]:
+        """Return the ranges of bytes of ``part`` that are one in the bucket too: their starts there and here,
+        and their lengths.
+
+        Raises WeightSyncFailed when the bucket has another tensor of a name, or none.
+        """
+        if (known := self._ranges.get(part)) is not None:
+            return known
+        found: list[tuple[int, int, int]] = []
+        for m in metadata_of(part):
+            own = self.metadata[self.index[m.name]] if m.name in self.index else None
+            if own is None or own.shape != m.shape or own.dtype != m.dtype:
+                raise WeightSyncFailed(f"{m.name} {m.dtype} {tuple(m.shape)} was not announced")
+            source, target, size = found[-1] if found else (0, -1, 0)
+            if (source + size, target + size) == (m.start_idx, own.start_idx):
+                found[-1] = source, target, size + m.numel
+            else:
+                found.append((m.start_idx, own.start_idx, m.numel))
+        self._ranges[part] = found
         return found
 
 
@@ -84,7 +106,7 @@ class BucketStage:
         """Of that: waiting for the device, after all has been enqueued."""
 
     @torch.no_grad()
-    def fill(self, turn: int, spec: BucketSpec, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+    def fill(self, turn: int, spec: BucketSpec, tensors: Iterable[NamedTensor | FlatTensors]) -> Tensor:
         """Copy a bucket's tensors, in any order, into the slot of its turn: uint8 ``[bytes of the bucket]``.
 
         ``tensors`` is consumed, even on failure, because other ranks take part in producing them.
@@ -115,12 +137,24 @@ class BucketStage:
             self._slots[turn % SYNC_BUCKETS] = slot
         return slot
 
-    def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[NamedTensor | FlatTensors]) -> None:
         places = self._places_of(spec)
         views, metadata, missing = places.views(flat), places.metadata, dict(places.index)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name, tensor in self._quantize(self._on_device(stream)):
+
+        def single() -> Iterator[NamedTensor]:
+            for item in stream:
+                if not isinstance(item, FlatTensors):
+                    yield item
+                    continue
+                for source, target, size in places.ranges(item.spec):
+                    flat[target : target + size].copy_(item.data[source : source + size])
+                for name in item.spec.names:
+                    if missing.pop(name, None) is None:
+                        raise WeightSyncFailed(f"{name} was announced once and exported twice")
+
+        for name, tensor in self._quantize(self._on_device(single())):
             place = missing.pop(name, -1)
             m = metadata[place]
             if place < 0 or m.shape != tensor.shape or m.dtype != tensor.dtype:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize, unchanged
+from orhpc.wire.weights import NamedTensor
+
+if TYPE_CHECKING:
+    from orhpc.train.weights.buckets import FlatTensors
 
 
 class HfNames(Protocol):
@@ -64,3 +68,15 @@ class WeightSource(ABC):
         sources with :meth:`expert_parameters`.  ``quantize``: what the caller does with all tensors; a rank
         may do it to those that it sends to others, so that fewer bytes move.
         """
+
+    def export_flat(
+        self,
+        names: Iterable[str],
+        blocks: ExpertBlocks | None = None,
+        quantize: Quantize = unchanged,
+    ) -> Iterator[NamedTensor | FlatTensors]:
+        """As :meth:`export`, but in one buffer come several tensors whose bytes ranks sent each other.
+
+        The tensors in it are quantized already, if they are to be.
+        """
+        yield from self.export(names, blocks, quantize)
