@@ -7,9 +7,9 @@ gives the ``arguments`` of the command line, ``variables`` to set first, and ``h
 wait for, or null.  The process exits if the input ends without such a line, or when the process that started
 it ends, which also limits the wait.
 
-``ray start`` is patched in five ways for which it has no options: it accepts a loopback address, a GCS that
-has ended is restarted, two servers that no run uses are not started, commands that no run uses are not
-imported, and a node has more than 30 s to start.
+``ray start`` is patched in six ways for which it has no options: it accepts a loopback address, a GCS that
+has ended is restarted, two servers that no run uses are not started, nothing waits for two others, commands
+that no run uses are not imported, and a node has more than 30 s to start.
 """
 
 from __future__ import annotations
@@ -93,6 +93,26 @@ def start_no_unused_servers() -> None:
     Node.start_api_server = not_started
 
 
+def wait_for_no_agent_ports() -> None:
+    """Have a node not wait for the servers of its dashboard agent, which no run uses.
+
+    The node's raylet would wait 15 s for the agent to note their ports in files, and end without them
+    (https://github.com/ray-project/ray/issues/65983): too short for imports from a slow filesystem or with
+    too few processors.  The port -1 says that there is no such server.
+    """
+    from ray._private.node import Node
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, METRICS_AGENT_PORT_NAME, persist_port
+
+    start_raylet = Node.start_raylet
+
+    def start_with_ports(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in (METRICS_AGENT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
+            persist_port(self._session_dir, self._node_id, name, -1)
+        start_raylet(self, *args, **kwargs)
+
+    Node.start_raylet = start_with_ports
+
+
 def leave_out_commands() -> None:
     """Have ``ray`` import no commands but its main ones; call it before they are imported.
 
@@ -140,6 +160,7 @@ def main() -> None:
     use_loopback()
     keep_gcs_up()
     start_no_unused_servers()
+    wait_for_no_agent_ports()
     wait_for_slow_nodes()
 
     line = sys.stdin.readline()

@@ -206,6 +206,26 @@ def test_a_node_is_waited_for_while_its_processes_live(
 
 
 @pytest.mark.slow
+def test_a_node_does_not_wait_for_the_dashboard_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent imports for a minute, as from a slow filesystem; Ray would end the node after 15 s."""
+    slow = "import sys, time\nif 'dashboard/agent.py' in ' '.join(sys.orig_argv):\n    time.sleep(60)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    head = RayNode("n0", HOST, make_token(tmp_path), tmp_path / "ray.log", cpus=1, object_store_bytes=10**8)
+    try:
+        head.begin_head()
+        head.await_head()
+        end = time.monotonic() + 60
+        while not head.joined and head.alive() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert head.joined, (tmp_path / "ray.log").read_text()[-2000:]
+    finally:
+        head.stop()
+
+
+@pytest.mark.slow
 def test_a_ray_head_that_ends_during_its_start_is_started_again(tmp_path: Path) -> None:
     """Another process binds its port between its choice and its use; Ray notices after 15 s."""
     head = RayNode("n0", HOST, make_token(tmp_path), tmp_path / "ray.log", cpus=1, object_store_bytes=10**8)
