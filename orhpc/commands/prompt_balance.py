@@ -38,7 +38,8 @@ def _differences(run: RunDir, lineage: Lineage, committed: CommitName) -> list[s
     """Compare the ledger with the position in the newest commit, which is another record of the same."""
     fates = lineage.steps.get(committed.step)
     if fates is None:
-        known = lineage.before is not None and committed.step <= lineage.before[0]
+        # A run that is stopped in its first rollouts commits step 0, which is not a step.
+        known = committed.step == 0 or (lineage.before is not None and committed.step <= lineage.before[0])
         return [] if known else [f"commit {committed} is of a step without a line"]
     try:
         state = read_manifest(run.checkpoints / str(committed)).state

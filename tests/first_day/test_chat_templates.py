@@ -27,10 +27,11 @@ def test_conversations_equal_the_published_template(
         == fitting(added_tokens(tokenizers[name]) or (), has_template(tokenizers[name]))
         == "template"
     )
+    question = "What does this return?\n\ndef f():\n    return 2  +  2"
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": "What is 2 + 2?"})
+    messages.append({"role": "user", "content": question})
     expected = made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    ids = form.prompt_ids("What is 2 + 2?", system=system)
+    ids = form.prompt_ids(question, system=system)
     assert ids == expected
     if system and name == "mistral":
         return  # its template moves the system prompt to the last message

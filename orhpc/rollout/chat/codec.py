@@ -14,6 +14,9 @@ from typing import Any
 
 from orhpc.errors import ModelError
 
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space.  Gemma's runs of spaces are added tokens of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
@@ -31,7 +34,7 @@ class Codec:
         added = {str(token): int(index) for token, index in tokenizer.get_added_vocab().items()}
         for token in getattr(tokenizer, "all_special_tokens", ()):
             added.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(token)))
-        self.controls = {token: index for token, index in added.items() if token.strip()}
+        self.controls = {token: i for token, i in added.items() if token.replace(_SPACE, " ").strip()}
         """Control token to id.  White space, which some tokenizers add as tokens, is plain text."""
         self._control_ids = frozenset(self.controls.values())
         longest_first = sorted(self.controls, key=len, reverse=True)

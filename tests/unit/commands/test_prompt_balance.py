@@ -88,6 +88,14 @@ def test_the_newest_commit_must_agree(
     assert f"does not balance: commit step_{step}.a001 {expected}" in capsys.readouterr().out
 
 
+def test_a_stop_before_the_first_step_commits_step_0_which_has_no_line(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(run, 0, 4, [0, 1, 2, 3])
+    assert main(["status", str(run.path), "--ledger"]) == EXIT_OK
+    assert "balances: 11 = 8 + 1 + 1 + 1" in capsys.readouterr().out
+
+
 def test_a_run_without_a_ledger_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path / "run")
     run.create()

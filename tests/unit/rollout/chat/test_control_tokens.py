@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Replace
+from transformers import PreTrainedTokenizerFast
 
 from orhpc.config import ModelSettings
 from orhpc.rollout.chat import ChatFormat, chat_format
+from orhpc.rollout.chat.codec import Codec, Foreign
 from orhpc.rollout.environment.tools import ToolSpec
 from tests.scripted import CHATML, QWEN, chat, tokenizer
 from tests.unit.rollout.chat.kit import OFFICIAL, SMOLLM2, STOP, TOOLS, chat_for
@@ -52,6 +57,18 @@ def _printable(text: str, form: ChatFormat) -> str:
         if form.codec.token_id(marker) is None:
             text = text.replace(marker, f"{marker[0]} {marker[1:]}")
     return text.encode("utf-8", "replace").decode()
+
+
+def test_runs_of_spaces_that_are_added_tokens_are_plain_text() -> None:
+    """As in Gemma's tokenizers, whose normalizer writes a space as U+2581."""
+    space = "\u2581"
+    vocabulary = {letter: i for i, letter in enumerate(["a", "b", space, space * 2, "ab"])}
+    backend = Tokenizer(BPE(vocabulary, [(space, space), ("a", "b")]))
+    backend.normalizer = Replace(" ", space)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    fast.add_tokens([AddedToken(space * 2, normalized=False)])
+    assert fast.get_added_vocab() == {space * 2: 3}
+    assert Codec(fast).encode([Foreign("ab  ab")]) == [4, 3, 4] == fast("ab  ab").input_ids
 
 
 def test_only_the_text_of_the_control_token_is_split() -> None:

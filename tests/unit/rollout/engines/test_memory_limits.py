@@ -1,4 +1,4 @@
-"""An engine that ran out of memory starts again with lower limits."""
+"""An engine that ran out of memory starts again with lower limits; and why one has ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HOST = "127.0.0.1"
 class Printing(EngineProcess):
     """Instead of a server, a process that prints a line and ends."""
 
-    def prints(self, line: str) -> None:
-        self._argv = [sys.executable, "-c", f"print({line!r})", "--"]
+    def prints(self, line: str, then: str = "") -> None:
+        self._argv = [sys.executable, "-c", f"print({line!r}, flush=True); {then}", "--"]
         self.start()
         end = time.monotonic() + 30
         while self.alive() and time.monotonic() < end:
@@ -40,6 +40,15 @@ def test_only_the_log_since_the_last_start_counts(engine: Printing) -> None:
     assert engine.ran_out_of_memory()
     engine.prints("RuntimeError: something else")
     assert not engine.ran_out_of_memory()
+
+
+def test_an_engine_says_why_it_has_ended(engine: Printing, tmp_path: Path) -> None:
+    log = f"log: {tmp_path / 'engine.log'}"
+    assert engine.why_ended() == ""
+    engine.prints("AssertionError\nSIGQUIT received", "raise SystemExit(3)")
+    assert engine.why_ended() == f"AssertionError; exit code 3; {log}"
+    engine.prints("[12:00] serving", "import os; os.kill(os.getpid(), 9)")
+    assert engine.why_ended() == f"signal SIGKILL; {log}"
 
 
 @pytest.mark.slow
