@@ -16,6 +16,7 @@ from orhpc.driver import engine_check
 from orhpc.driver.concurrently import A, all_of
 from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet import Engines, Trainers, Workers
+from orhpc.driver.fleet.engine_places import why_ended
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.fleet.weight_sync import WeightSync
 from orhpc.driver.metrics import Phases
@@ -214,8 +215,14 @@ class Runtime:
         new = set(self.engines.down) - self._reported_down
         if new:
             self._reported_down |= new
-            self.report("engines_ended", engines=sorted(new))
+            reasons = [await self._why_down(self.engines, index) for index in sorted(new)]
+            self.report("engines_ended", engines=sorted(new), reasons=reasons)
         return bool(new)
+
+    @staticmethod
+    async def _why_down(engines: Engines, index: int) -> str:
+        """Why an engine has ended, or why it receives no requests though it runs."""
+        return await why_ended(engines.hosts_of(index)) or engines.pool.down().get(engines.urls[index], "")
 
     async def _serve_again(self, waiting: asyncio.Future[Any]) -> None:
         """Let engines serve again of which none is up, unless ``waiting`` fails first, as by a stop."""

@@ -14,7 +14,7 @@ BUDGETS = ("bring_up", "trainers_restarted", "out_of_memory_recovered", "token_b
 
 _OF_PARTS: dict[str, Callable[[Event], str]] = {
     "fault_injected": lambda event: f"injected the fault {event.get('fault')}",
-    "engines_ended": lambda event: f"engines have ended: {_list(event.get('engines'))}",
+    "engines_ended": lambda event: f"engines have ended: {_list(event.get('engines'))}{_reason(event)}",
     "engines_restarted": lambda event: f"restarted engines: {_list(event.get('engines'))}",
     "worker_ended": lambda event: f"rollout worker {event.get('worker')} on {event.get('node')} has ended",
     "worker_restarted": lambda event: f"restarted rollout worker {event.get('worker')}",
@@ -40,6 +40,12 @@ def spares_of(events: Sequence[Event]) -> tuple[int, int] | None:
 
 def _list(numbers: object) -> str:
     return ", ".join(map(str, numbers)) if isinstance(numbers, list) else "-"
+
+
+def _reason(event: Event) -> str:
+    """The first reason of an event about several engines, in brackets."""
+    reasons = [reason for reason in event.get("reasons", []) if reason]
+    return f" ({reasons[0]})" if reasons else ""
 
 
 def line_of(event: Event) -> str | None:

@@ -202,6 +202,18 @@ class ServerProcess:
         """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
+    def why_ended(self) -> str:
+        """The last exception in the log of a server that has ended, its exit status and log; else empty."""
+        if self._process is None or self.alive():
+            return ""
+        code = self._process.returncode
+        status = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        with contextlib.suppress(OSError):
+            lines = self._log_tail(self._log_start).decode("utf-8", "replace").splitlines()
+            if found := [line.strip() for line in lines if _EXCEPTION.match(line)]:
+                status = f"{found[-1]}; {status}"
+        return f"{status}; log: {self._log_path}"
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the process: SIGTERM, then SIGKILL after ``timeout_s``; no effect if it is not running."""
         self._remove_key_file()

@@ -45,9 +45,11 @@ class Engines(Calls):
         super().__init__("engines", calls)
         self.shared, self.dedicated = (SHARED, []) if shared else ([], DEDICATED)
         self.ends, self.is_down, self.starting = ends, False, False
-        self.pool = self
+        self.pool, self.urls = self, ["http://engine"]
         self.lowered: dict[int, tuple[int, float]] = {}
         self.restart_seconds = {0: 1.0}
+        self.reasons: list[str] = []
+        """Of the events about ended engines."""
         self.failing = 0
         """Starts that will fail."""
         self.may_start = asyncio.Event()
@@ -71,6 +73,9 @@ class Engines(Calls):
             self.ends, self.is_down = self.ends - 1, True
         return self.down
 
+    def hosts_of(self, _: int) -> list[Any]:
+        return []
+
     def begin_restarts(self) -> None:
         self._calls.append("engines begin_restarts")
         self.starting = True
@@ -91,8 +96,8 @@ class Engines(Calls):
 
 
 class Down(list[int]):
-    def __call__(self) -> list[int]:
-        return self
+    def __call__(self) -> dict[str, str]:
+        return {"http://engine": "it has failed"} if self else {}
 
 
 def made(monkeypatch: pytest.MonkeyPatch, calls: list[str], engines: Engines) -> Runtime:
@@ -116,6 +121,7 @@ def made(monkeypatch: pytest.MonkeyPatch, calls: list[str], engines: Engines) ->
     def report(kind: str, **fields: Any) -> None:
         if "during" in fields:
             calls.append(f"{kind} during {fields['during']}")
+        engines.reasons += fields.get("reasons", [])
 
     found = Runtime(
         load_config("configs/tiny.yaml", []), RunDir(Path("x")), trainers, own, workers, producer, print,
@@ -156,6 +162,7 @@ def test_rollouts_wait_until_the_engines_have_the_published_weights_again(
     else:
         assert relevant == [*started, "engines restart_failed", "sync 7"]
     assert calls.index("sync 7") < calls.index("workers published")
+    assert engines.reasons == ["it has failed"]
     assert "engines_restarted during rollout" in calls
 
 
