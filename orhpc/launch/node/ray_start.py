@@ -100,14 +100,16 @@ def wait_for_no_agent_ports() -> None:
     (https://github.com/ray-project/ray/issues/65983): too short for imports from a slow filesystem or with
     too few processors.  The port -1 says that there is no such server.
     """
+    import ray._raylet
     from ray._private.node import Node
-    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, METRICS_AGENT_PORT_NAME, persist_port
 
+    raylet: Any = ray._raylet  # compiled, without types
+    names = raylet.METRICS_AGENT_PORT_NAME, raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME
     start_raylet = Node.start_raylet
 
     def start_with_ports(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in (METRICS_AGENT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
-            persist_port(self._session_dir, self._node_id, name, -1)
+        for name in names:
+            raylet.persist_port(self._session_dir, self._node_id, name, -1)
         start_raylet(self, *args, **kwargs)
 
     Node.start_raylet = start_with_ports
