@@ -216,6 +216,11 @@ class Producer:
             raise type(error)(
                 f"all {step_groups.reasons['failed']} prompt groups of the step failed: {error}"
             )
+        if step_groups.why and 0 < len(ids) < batch:
+            self._watch.notice(
+                f"a step trains fewer groups than rollout.batch_size ({batch}), as many were dropped: see "
+                "dropped_* of its metrics; rollout.max_refills limits how many are generated instead"
+            )
         return step_groups
 
     def _fill(self) -> None:

@@ -199,6 +199,21 @@ def test_a_step_with_only_equal_rewards_is_empty() -> None:
     assert len(worker.requested) == 12
 
 
+def test_a_step_of_few_groups_is_noticed_once() -> None:
+    def outcome(request: GroupRequest) -> Made:
+        return ([1.0, 1.0], RolloutEnd.TERMINAL, 0) if request.id % 4 else both_rewards(request)
+
+    producer = Producer(
+        settings_of(filter="equal_rewards", max_refills=1), TASKS, [ScriptedWorker(outcome)], seed=0
+    )
+    assert [len(step.groups) for step in steps_with(producer, 3)] == [2, 2, 2]
+    (notice,) = producer.notices
+    assert "fewer groups than rollout.batch_size (4)" in notice
+    full = Producer(settings_of(), TASKS, [ScriptedWorker(both_rewards)], seed=0)
+    assert len(collect_step(full).groups) == 4
+    assert full.notices == []
+
+
 def test_failed_groups_are_replaced_and_never_trained() -> None:
     def outcome(request: GroupRequest) -> Made:
         return ([None, None], RolloutEnd.FAILED, 0) if request.id < 3 else both_rewards(request)
