@@ -327,7 +327,7 @@ def parts_of(rendered: str, count: int) -> tuple[Part, ...]:
         parts.append(slot)
         seen.append(slot.index)
         position = match.end()
-    if seen != list(range(count)):
+    if sorted(seen) != list(range(count)):  # Mistral's templates move the system prompt to the last message
         raise ModelError(
             "the tokenizer's chat template does not render every message exactly once; "
             "give the tokenizer another template, or set model.chat_format"

@@ -126,6 +126,22 @@ def test_tool_results_and_calls_of_mistral(mistral: tuple[ChatFormat, Any]) -> N
     assert isinstance(broken, MalformedToolCall)
 
 
+def test_a_system_prompt_that_the_template_moves_to_the_last_message() -> None:
+    """As Mistral's templates do."""
+    moving = (
+        "{%- set ns = namespace(said='') -%}{%- for m in messages -%}"
+        "{%- if m.role == 'system' -%}{%- set ns.said = m.content + ': ' -%}"
+        "{%- elif m.role == 'user' -%}[INST]{{ (ns.said if loop.last else '') + m.content }}[/INST]"
+        "{%- else -%}{{ m.content }}</s>{%- endif -%}{%- endfor -%}"
+    )
+    form, made = form_of(MISTRAL_CONTROLS, moving)
+    conversation = [("system", "short"), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": text} for role, text in conversation]
+    expected = made.apply_chat_template(messages, return_dict=False)
+    assert form.prompt_ids(conversation) == expected
+    assert made.decode(expected) == "[INST]a[/INST]b</s>[INST]short: c[/INST]"
+
+
 @pytest.mark.parametrize("controls", [GEMMA_CONTROLS, ("<|im_start|>", "<|im_end|>")])
 def test_calls_between_tags(controls: tuple[str, ...]) -> None:
     form, _ = form_of(controls, GEMMA2.replace("<end_of_turn>", controls[-1]))
