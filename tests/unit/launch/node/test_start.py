@@ -218,9 +218,9 @@ def test_a_node_does_not_wait_for_the_dashboard_agent(
         head.begin_head()
         head.await_head()
         end = time.monotonic() + 60
-        while not head.joined and head.alive() and time.monotonic() < end:
+        while not head.joined() and head.alive() and time.monotonic() < end:
             time.sleep(0.1)
-        assert head.joined, (tmp_path / "ray.log").read_text()[-2000:]
+        assert head.joined(), (tmp_path / "ray.log").read_text()[-2000:]
     finally:
         head.stop()
 
