@@ -104,7 +104,10 @@ def wait_for_no_agent_ports() -> None:
     from ray._private.node import Node
 
     raylet: Any = ray._raylet  # compiled, without types
-    names = raylet.METRICS_AGENT_PORT_NAME, raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME
+    found = (
+        getattr(raylet, f"{name}_PORT_NAME", None) for name in ("METRICS_AGENT", "DASHBOARD_AGENT_LISTEN")
+    )
+    names = [name for name in found if name is not None]  # a later release may have none, and wait for none
     start_raylet = Node.start_raylet
 
     def start_with_ports(self: Any, *args: Any, **kwargs: Any) -> None:
