@@ -37,8 +37,6 @@ BUCKET_BYTES = 512 << 20
 
 def rank_process(options: argparse.Namespace) -> None:
     """Build a trainer; then, for each line on the standard input, measure all cases."""
-    import torch
-
     from orhpc.train.weights.expert_blocks import ExpertBlocks
     from tests.gpu import megatron_kit, update_kit
 
@@ -58,7 +56,6 @@ def rank_process(options: argparse.Namespace) -> None:
             if check:
                 found[f"{case} equal"] = gathering.equals_one_by_one()
             gathering.stage.clear(keep_cached=True)
-        found["peak"] = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
         print(json.dumps(found), flush=True)
     trainer.close()
 

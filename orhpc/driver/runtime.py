@@ -215,7 +215,7 @@ class Runtime:
         new = set(self.engines.down) - self._reported_down
         if new:
             self._reported_down |= new
-            reasons = [await self._why_down(self.engines, index) for index in sorted(new)]
+            reasons = await asyncio.gather(*(self._why_down(self.engines, index) for index in sorted(new)))
             self.report("engines_ended", engines=sorted(new), reasons=reasons)
         return bool(new)
 

@@ -18,7 +18,7 @@ from orhpc.config import Config
 from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.driver.concurrently import gather_two
 from orhpc.driver.fleet.actors import call, call_all, spawn
-from orhpc.errors import InfraError, RayLost
+from orhpc.errors import OrhpcError, RayLost
 from orhpc.plan.placement import EnginePlace, Placement
 from orhpc.process.ports import free_ports
 from orhpc.rollout.engines.process import EngineProcess
@@ -189,6 +189,6 @@ async def why_ended(hosts: Sequence[ActorHandle[Any]]) -> str:
     """Why the processes of an engine have ended; empty if they have not, or if their actors are lost too."""
     try:
         found = await call_all([host.why_ended.remote() for host in hosts], "engine log", 10.0)
-    except InfraError:
+    except OrhpcError:
         return ""
     return next((why for why in found if why), "")

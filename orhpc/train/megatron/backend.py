@@ -38,7 +38,7 @@ from orhpc.train.megatron.scratch_tensors import CachedTensors
 from orhpc.train.megatron.state import state_shards
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 from orhpc.train.stopping import MESSAGE
-from orhpc.train.weights.buckets import FlatTensors
+from orhpc.train.weights.buckets import FlatTensors, one_by_one
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize, check_scales, unchanged
 from orhpc.train.weights.source import HfNames
@@ -178,7 +178,7 @@ class MegatronBackend(Backend):
         blocks: ExpertBlocks | None = None,
         quantize: Quantize = unchanged,
     ) -> Iterator[tuple[str, Tensor]]:
-        return self._exporter.export(names, blocks, quantize)
+        return one_by_one(self._exporter.export(names, blocks, quantize))
 
     @torch.no_grad()
     def export_flat(
@@ -187,7 +187,7 @@ class MegatronBackend(Backend):
         blocks: ExpertBlocks | None = None,
         quantize: Quantize = unchanged,
     ) -> Iterator[NamedTensor | FlatTensors]:
-        return self._exporter.export_flat(names, blocks, quantize)
+        return self._exporter.export(names, blocks, quantize)
 
     def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
         held = (

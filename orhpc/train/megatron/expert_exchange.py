@@ -67,6 +67,8 @@ class ExpertExchange:
         self._group: Any = parallel_state.get_expert_model_parallel_group()
         self._wanted = [self._blocks_for(rank) for rank in dist.get_process_group_ranks(self._group)]
         """For each rank of the expert-parallel group, the blocks that it receives, one after the other."""
+        self.sends_nothing = self._holds_all()
+        """Whether every rank of the expert-parallel group holds all that it needs, whole."""
         self.encoding = encoding if encoding.quantizes and not self.sends_nothing else None
         """How :meth:`exchanged` yields experts; None: whole."""
 
@@ -78,9 +80,7 @@ class ExpertExchange:
         stage = self._world // self._settings.pp
         return tuple(sorted({self._blocks.of_rank[r] for r in range(rank % stage, self._world, stage)}))
 
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether every rank of the expert-parallel group holds all that it needs, whole."""
+    def _holds_all(self) -> bool:
         if self._settings.pp > 1 or self._settings.etp > 1:
             return False
         size, per_rank = self._block, self._per_rank

@@ -76,6 +76,7 @@ class Exporter:
         self._views: dict[tuple[str, ...], tuple[list[int], list[NamedTensor]]] = {}
         """By the names of weights: their storages, and the checkpoint tensors that are views of them; kept,
         because a mixture has thousands in every sync."""
+        self._exchanges: dict[tuple[ExpertBlocks, WeightBytes], ExpertExchange] = {}
         self._experts = {
             name: targets[0].expert
             for name, targets in mapping.units().items()
@@ -108,19 +109,6 @@ class Exporter:
         return self._experts
 
     def export(
-        self,
-        names: Iterable[str],
-        blocks: ExpertBlocks | None = None,
-        quantize: Quantize = unchanged,
-    ) -> Iterator[NamedTensor]:
-        """Yield whole tensors (collective), in the order of :meth:`export_flat`."""
-        for item in self.export_flat(names, blocks, quantize):
-            if isinstance(item, FlatTensors):
-                yield from item.tensors()
-            else:
-                yield item
-
-    def export_flat(
         self,
         names: Iterable[str],
         blocks: ExpertBlocks | None = None,
@@ -214,9 +202,10 @@ class Exporter:
         self, names: tuple[str, ...], blocks: ExpertBlocks, encoding: WeightBytes
     ) -> Iterator[NamedTensor | FlatTensors]:
         """Yield experts of this rank's block, layer by layer (collective)."""
-        exchange = ExpertExchange(
-            self._held, self._settings, self._mapping.shape.experts, self._dtype, blocks, encoding
-        )
+        if (exchange := self._exchanges.get((blocks, encoding))) is None:
+            experts = self._mapping.shape.experts
+            exchange = ExpertExchange(self._held, self._settings, experts, self._dtype, blocks, encoding)
+            self._exchanges[blocks, encoding] = exchange
         if exchange.sends_nothing:
             yield from self._own_pieces(names)
         else:

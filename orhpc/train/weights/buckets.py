@@ -56,6 +56,15 @@ class FlatTensors:
         yield from unflatten_bucket(self.data, metadata_of(self.spec))
 
 
+def one_by_one(items: Iterable[NamedTensor | FlatTensors]) -> Iterator[NamedTensor]:
+    """Yield the same tensors, each alone."""
+    for item in items:
+        if isinstance(item, FlatTensors):
+            yield from item.tensors()
+        else:
+            yield item
+
+
 def plan_buckets(
     shapes: Mapping[str, tuple[int, ...]],
     split: Callable[[str, Tensor], Mapping[str, Tensor]],
